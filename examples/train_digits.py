@@ -1,0 +1,197 @@
+"""Train: a network learns handwritten digits by data-parallel SGD, its gradients averaged over the ranks.
+
+The main job. scikit-learn brings the pictures, so nothing is downloaded. All
+ranks hold the same network. A batch has the same pictures on any number of ranks:
+each rank takes its share of them, and `all_reduce(..., op="avg")` joins the
+gradients. So the mathematics does not depend on the number of ranks. Rounding
+does, and the accuracies on 1, 2 and 4 ranks agree within 1.5 points (7 of the 450 test pictures).
+
+NumPy computes by default; with --torch a torch module, whose gradient tensors
+are given to mpdist as they are. Losses and accuracies are those of all ranks together.
+
+$ mpirun -n 2 python examples/train_digits.py
+OUTPUT
+
+Ranks share the cores, so each must compute with one thread; here threadpoolctl
+and torch.set_num_threads see to that. In programs of your own the variable
+OMP_NUM_THREADS=1 does it too, when it is set before Python starts.
+"""
+
+import argparse
+import sys
+import time
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+import mpdist
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from threadpoolctl import threadpool_limits
+    from tqdm import tqdm
+except ImportError as error:
+    raise SystemExit(f"train_digits.py needs {error.name}: pip install 'mpdist[examples]'") from error
+
+HIDDEN = 64
+MOMENTUM = 0.9
+
+Array: TypeAlias = np.ndarray
+
+
+class Pictures(NamedTuple):
+    """Pictures as rows of 64 values between 0 and 1, and the digits that they show."""
+
+    x: Array
+    y: Array
+
+    def take(self, chosen: Array | slice) -> "Pictures":
+        return Pictures(self.x[chosen], self.y[chosen])
+
+
+class NumpyNetwork:
+    """64 inputs, HIDDEN rectified units, 10 outputs; the derivatives are written by hand."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        weights = [rng.normal(0, np.sqrt(2 / n), (n, m)).astype(np.float32) for n, m in [(64, HIDDEN), (HIDDEN, 10)]]
+        self.parameters = [weights[0], np.zeros(HIDDEN, np.float32), weights[1], np.zeros(10, np.float32)]
+
+    def scores(self, x: Array) -> Array:
+        w1, b1, w2, b2 = self.parameters
+        return np.maximum(x @ w1 + b1, 0) @ w2 + b2
+
+    def gradients(self, batch: Pictures, weight: float) -> tuple[float, list[Array]]:
+        """The summed loss, and the derivatives of `weight` times that loss by the parameters."""
+        w1, b1, w2, b2 = self.parameters
+        hidden = np.maximum(batch.x @ w1 + b1, 0)
+        scores = hidden @ w2 + b2
+        error = weight * (softmax(scores) - np.eye(10, dtype=np.float32)[batch.y])
+        hidden_error = (error @ w2.T) * (hidden > 0)
+        gradients = [batch.x.T @ hidden_error, hidden_error.sum(axis=0), hidden.T @ error, error.sum(axis=0)]
+        return summed_loss(scores, batch.y), gradients
+
+
+class TorchNetwork:
+    """The same network as a torch module."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self.module = torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10))
+        self.parameters = [parameter.detach() for parameter in self.module.parameters()]
+
+    def scores(self, x: Array) -> Array:
+        import torch
+
+        with torch.no_grad():
+            return self.module(torch.from_numpy(x)).numpy()
+
+    def gradients(self, batch: Pictures, weight: float) -> tuple[float, list]:
+        """The summed loss, and the derivatives of `weight` times that loss by the parameters."""
+        import torch
+
+        self.module.zero_grad()
+        scores = self.module(torch.from_numpy(batch.x))
+        loss = torch.nn.functional.cross_entropy(scores, torch.from_numpy(batch.y), reduction="sum")
+        (weight * loss).backward()
+        return loss.item(), [parameter.grad for parameter in self.module.parameters()]
+
+
+Network: TypeAlias = NumpyNetwork | TorchNetwork
+
+
+def softmax(scores: Array) -> Array:
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def summed_loss(scores: Array, y: Array) -> float:
+    """Cross entropy, summed over the pictures; zero for none."""
+    return float(-np.log(softmax(scores)[np.arange(len(y)), y]).sum())
+
+
+def load_pictures(seed: int) -> tuple[Pictures, Pictures]:
+    """Pictures to train with and to test with; the same on all ranks."""
+    digits = load_digits()
+    x = (digits.data / 16).astype(np.float32)
+    x_train, x_test, y_train, y_test = train_test_split(
+        x, digits.target, test_size=0.25, stratify=digits.target, random_state=seed
+    )
+    return Pictures(x_train, y_train), Pictures(x_test, y_test)
+
+
+async def train(
+    world: mpdist.Communicator, network: Network, pictures: Pictures, batches: list[Array], rate: float, velocities: list
+) -> float:
+    """Go once through the batches; returns the summed loss of this rank's shares."""
+    total = 0.0
+    for batch in batches:
+        # Shares differ in size, and the last may be empty. Each rank's derivatives are those of its *summed* loss;
+        # times size / len(batch), their average over the ranks is the derivative of the batch's mean loss.
+        share = pictures.take(np.array_split(batch, world.size)[world.rank])
+        loss, gradients = network.gradients(share, world.size / len(batch))
+        averages = [world.all_reduce(gradient, op="avg") for gradient in gradients]
+        for average, parameter, velocity in zip(averages, network.parameters, velocities, strict=True):
+            velocity *= MOMENTUM
+            velocity += await average
+            parameter -= rate * velocity
+        total += loss
+    return total
+
+
+async def count_correct(world: mpdist.Communicator, network: Network, pictures: Pictures) -> int:
+    """How many pictures all ranks together recognise, each in its share of them."""
+    share = pictures.take(slice(world.rank, None, world.size))
+    correct = np.array(np.count_nonzero(network.scores(share.x).argmax(axis=1) == share.y))
+    await world.all_reduce(correct)
+    return int(correct)
+
+
+async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
+    train_pictures, test_pictures = load_pictures(options.seed)
+    number = len(train_pictures.y)
+    network = (TorchNetwork if options.torch else NumpyNetwork)(options.seed)
+    for parameter in network.parameters:
+        await world.broadcast(parameter, src=0)
+    velocities = [0 * parameter for parameter in network.parameters]
+    order = np.random.default_rng(options.seed)  # the same on all ranks
+    shows_bar = world.rank == 0 and (options.progress or sys.stderr.isatty())
+
+    start = time.perf_counter()
+    with tqdm(total=options.epochs, unit="epoch", disable=not shows_bar) as bar:
+        for epoch in range(1, options.epochs + 1):
+            batches = np.split(order.permutation(number), range(options.batch, number, options.batch))
+            loss = np.array(await train(world, network, train_pictures, batches, options.lr, velocities))
+            await world.all_reduce(loss)
+            accuracy = 100 * await count_correct(world, network, test_pictures) / len(test_pictures.y)
+            text = f"loss {loss / number:.4f}, test accuracy {accuracy:.1f} %"
+            bar.set_postfix_str(text)
+            bar.update()
+            if world.rank == 0 and not shows_bar:
+                print(f"epoch {epoch:2}: {text}", flush=True)
+    if world.rank == 0:
+        seconds = time.perf_counter() - start
+        print(f"test accuracy {accuracy:.1f} % after {options.epochs} epochs in {seconds:.1f} s, ranks: {world.size}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=64, help="pictures in a batch, of all ranks together")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torch", action="store_true", help="compute with torch instead of NumPy")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar even if stderr is no terminal")
+    options = parser.parse_args()
+    if options.epochs < 1 or options.batch < 1:
+        parser.error("--epochs and --batch must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    with threadpool_limits(1):
+        mpdist.run(main, parse_options())

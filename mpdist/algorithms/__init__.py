@@ -1,0 +1,1 @@
+"""Algorithms: how a collective is carried out, each a program of steps."""

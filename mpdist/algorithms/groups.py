@@ -1,0 +1,163 @@
+"""Groups: making and closing communicators without holding the event loop.
+
+MPI makes communicators in calls that block until all members have come. So the
+members first agree, step by step like any collective, and only when all are
+there the blocking call is made. Where several are being made at once, two ranks
+might make their calls in different order and wait for each other: then each call
+gets a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from mpdist.errors import UsageError
+from mpdist.memory import as_buffer
+from mpdist.progress.collective import Steps
+from mpdist.progress.receive import Receive
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.engine import Engine
+    from mpdist.transport.mpi import Transport
+
+R = TypeVar("R")
+
+_NONE = -1  # travels in place of color None
+
+
+class Blocking(Generic[R]):
+    """A call that blocks until other ranks make it too, as a request."""
+
+    def __init__(self, engine: Engine, call: Callable[[], R]) -> None:
+        self._call = call
+        self._result: R | None = None
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if engine.creating > 1 and engine.is_threaded:
+            self._thread = threading.Thread(target=self._run, name="mpdist-group", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except Exception as error:  # raised again by `result`
+            self._error = error
+
+    def Test(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def result(self) -> R:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set by the call, which has returned
+
+
+Make = Callable[["Transport"], object]
+"""Makes the communicator of a new transport."""
+
+
+def split(transport: Transport, engine: Engine, make: Make, color: int | None, key: int) -> Steps[object]:
+    """The part of the ranks that gave the same color; None for color None."""
+    mine = np.array([_NONE if color is None else color, key], np.int64)
+    everyone = np.empty((transport.size, 2), np.int64)
+    engine.creating += 1
+    try:
+        yield transport.iall_gather(as_buffer(mine), as_buffer(everyone))
+        call = Blocking(engine, lambda: transport.split(color, key))
+        yield call
+    finally:
+        engine.creating -= 1
+    part = call.result()
+    return None if part is None else make(part)
+
+
+def dup(transport: Transport, engine: Engine, make: Make) -> Steps[object]:
+    """The same ranks, with messages and an order of their own."""
+    engine.creating += 1
+    try:
+        yield transport.ibarrier()
+        call = Blocking(engine, transport.dup)
+        yield call
+    finally:
+        engine.creating -= 1
+    return make(call.result())
+
+
+def subgroup(
+    _: Transport, parent: Channel, meeting: Channel, make: Make, ranks: Sequence[int], name: str
+) -> Steps[object]:
+    """These ranks of the parent; the others do not take part.
+
+    The members meet on a channel of the world that carries nothing else: each reports to the first, which
+    answers when all have come.
+    """
+    tag = zlib.crc32(name.encode()) % meeting.max_tag
+    members = [parent.world_ranks[rank] for rank in ranks]
+    token = np.frombuffer(name.encode(), np.uint8)
+    engine = parent.engine
+    engine.creating += 1
+    try:
+        yield from _meet(meeting, members, tag, token)
+        call = Blocking(engine, lambda: parent.transport.subgroup(ranks, tag))
+        yield call
+    finally:
+        engine.creating -= 1
+    return make(call.result())
+
+
+def _meet(meeting: Channel, members: Sequence[int], tag: int, token: np.ndarray) -> Steps[None]:
+    first, others = members[0], members[1:]
+    if meeting.rank == first:
+        for member in others:
+            yield Arrival(meeting, member, tag, token)
+        for member in others:
+            meeting.send(as_buffer(token), member, tag)
+    else:
+        meeting.send(as_buffer(token), first, tag)
+        yield Arrival(meeting, first, tag, token)
+
+
+class Arrival:
+    """The report of one member, as a request."""
+
+    def __init__(self, meeting: Channel, src: int, tag: int, token: np.ndarray) -> None:
+        self._receive = meeting.receive(Receive(meeting, None, src, tag))
+        self._token = token
+
+    def Test(self) -> bool:
+        if not self._receive._done and not self._receive._poll():
+            return False
+        told = self._receive.result().data
+        if not np.array_equal(told, self._token):
+            raise UsageError(
+                f"ranks make different subgroups at the same time: {bytes(told).decode()} and "
+                f"{self._token.tobytes().decode()}; the members must give the same ranks in the same order"
+            )
+        return True
+
+
+def close(transport: Transport, drained: Callable[[], bool], then: Callable[[], None]) -> Steps[None]:
+    """All members are done with the communicator."""
+    yield Until(drained)
+    yield transport.ibarrier()
+    then()
+
+
+class Until:
+    """A condition as a request."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def Test(self) -> bool:
+        return self._condition()
+
+

@@ -1,0 +1,157 @@
+"""Uneven: blocks whose sizes only their owners know. Headers first, then the data.
+
+Blocks travel packed one behind the other; results are views of one allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.algorithms.header import Header, pack, room, unpack
+from mpdist.errors import SizeMismatch, UnsupportedBuffer
+from mpdist.memory import HOST, Buffer, Element, allocate, allocate_like, as_buffer
+from mpdist.progress.collective import Steps
+
+if TYPE_CHECKING:
+    from mpdist.transport.mpi import Transport
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The root's blocks, one behind the other; or only its refusal."""
+
+    heads: list[Header]
+    packed: Buffer | None = None
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[Buffer]) -> Parcel:
+        return cls([Header.of(block) for block in blocks], concatenated(blocks))
+
+    @classmethod
+    def of_rows(cls, whole: Buffer, size: int, shape: Sequence[int]) -> Parcel:
+        """`size` equal blocks of this shape, without copy."""
+        return cls([Header(whole.element.code, list(shape), whole.nbytes // size)] * size, whole)
+
+    @classmethod
+    def refused(cls, text: str, size: int) -> Parcel:
+        return cls([Header(refusal=text)] * size)
+
+
+def scatter(
+    transport: Transport, parcel: Parcel | None, out: Buffer | None, src: int, like: object
+) -> Steps[Any]:
+    """Blocks of src, one for each rank; the others give no parcel."""
+    mine = room(1)
+    yield transport.iscatter(None if parcel is None else pack(parcel.heads), mine, src)
+    head = unpack(mine)[0].check()
+    target = _target(out, like, head)
+    unit = head.element.itemsize
+    if parcel is None:
+        yield transport.iscatterv(None, (), unit, target, src)
+    else:
+        yield transport.iscatterv(parcel.packed, [each.nbytes // unit for each in parcel.heads], unit, target, src)
+    return target.owner
+
+
+def gather(
+    transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: int, like: object
+) -> Steps[Any]:
+    """Blocks of any size to dst, which gets a list."""
+    is_dst = transport.rank == dst
+    heads = room(transport.size) if is_dst else None
+    yield transport.igather(pack([Header.of(x)]), heads, dst)
+    if heads is None:
+        yield transport.igatherv(x, None, (), x.element.itemsize, dst)
+        return None
+    headers = unpack(heads)
+    landing = Landing(headers, outs, like)
+    yield transport.igatherv(x, landing.packed, landing.counts, landing.unit, dst)
+    return landing.results()
+
+
+def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, like: object) -> Steps[Any]:
+    """Blocks of any size to all."""
+    heads = room(transport.size)
+    yield transport.iall_gather(pack([Header.of(x)]), heads)
+    landing = Landing(unpack(heads), outs, like)
+    yield transport.iall_gatherv(x, landing.packed, landing.counts, landing.unit)
+    return landing.results()
+
+
+def all_to_all(
+    transport: Transport, blocks: Sequence[Buffer], outs: Sequence[Buffer] | None, like: object
+) -> Steps[Any]:
+    """Block r of each rank to rank r."""
+    heads = room(transport.size)
+    yield transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
+    landing = Landing(unpack(heads), outs, like)
+    sent = [block.count for block in blocks]
+    yield transport.iall_to_allv(concatenated(blocks), sent, landing.packed, landing.counts, landing.unit)
+    return landing.results()
+
+
+def concatenated(blocks: Sequence[Buffer]) -> Buffer:
+    """The blocks one behind the other, copied."""
+    packed = np.concatenate([block.array() for block in blocks])
+    return Buffer(packed, packed.size, packed.nbytes, blocks[0].element, HOST, False, packed)
+
+
+class Landing:
+    """Where blocks of these headers arrive, one behind the other, and how they are handed out."""
+
+    def __init__(self, headers: Sequence[Header], outs: Sequence[Buffer] | None, like: object) -> None:
+        self._headers = headers
+        self._outs = outs
+        self._like = like
+        self.element = one_element(headers)
+        self.unit = self.element.itemsize
+        self.counts = [head.nbytes // self.unit for head in headers]
+        if outs is not None:
+            for rank, (out, head) in enumerate(zip(outs, headers, strict=True)):
+                check_fit(out, head, f"out[{rank}]")
+        self._flat = allocate_like(like, (sum(self.counts),)) if outs is None else None
+        memory = self._flat if self._flat is not None else np.empty(sum(self.counts), self.element.storage)
+        self.packed = as_buffer(memory, writable=True)
+
+    def results(self) -> list[Any]:
+        """The blocks: views of the allocation, or the given arrays."""
+        ends = np.cumsum(self.counts).tolist()
+        spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+        if self._outs is None:
+            flat: Any = self._flat
+            return [flat[span].reshape(tuple(head.shape)) for span, head in zip(spans, self._headers, strict=True)]
+        for out, span in zip(self._outs, spans, strict=True):
+            out.array()[:] = self.packed.array()[span]
+        return [out.owner for out in self._outs]
+
+
+def one_element(headers: Sequence[Header]) -> Element:
+    """The element type that all blocks share."""
+    names = {head.element.name for head in headers}
+    if len(names) > 1:
+        listed = ", ".join(f"rank {rank}: {head.element.name}" for rank, head in enumerate(headers))
+        raise UnsupportedBuffer(f"blocks of different element types ({listed}); give all ranks the same")
+    return headers[0].element
+
+
+def check_fit(out: Buffer, head: Header, what: str) -> None:
+    """Raise if a block does not fit the array given for it."""
+    if out.element.code != head.code:
+        raise UnsupportedBuffer(f"{what} is {out.element.name}, its block is {head.element.name}; give it that type")
+    if out.nbytes != head.nbytes:
+        need = prod(head.shape)
+        raise SizeMismatch(f"{what} has {out.count} elements, its block has {need}; give it that many")
+
+
+def _target(out: Buffer | None, like: object, head: Header) -> Buffer:
+    """Where the block goes: `out`, or new memory like the root's array, or of NumPy's."""
+    if out is not None:
+        check_fit(out, head, "out")
+        return out
+    shape = tuple(head.shape)
+    return as_buffer(allocate(head.element, shape) if like is None else allocate_like(like, shape), writable=True)

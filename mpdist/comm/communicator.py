@@ -1,0 +1,116 @@
+"""Communicator: a group of ranks and all they can do together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.comm.collectives import Collectives
+from mpdist.comm.groups import Groups
+from mpdist.comm.objects import Objects
+from mpdist.errors import UsageError
+from mpdist.progress import current
+from mpdist.progress.channel import Channel
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    from mpdist.progress.engine import Engine
+    from mpdist.transport.mpi import Transport
+
+
+class Communicator(Objects, Collectives, Groups):
+    """A group of ranks.
+
+    Every operation posts at once, in program order, and returns a Work: `await` it in a coroutine,
+    `.wait()` where no event loop runs. Ranks are those of this communicator.
+
+    Attributes:
+        rank: this process's number, 0 to size - 1.
+        size: number of members.
+        name: "world", "world/split3:0", ...: the same on all members.
+        ranks: the members' ranks in the world.
+        allow_pickle: whether object operations are allowed.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, name: str, ranks: Sequence[int]) -> None:
+        self._channel = Channel(engine, transport, name, ranks)
+        self._channel.check = engine.check
+        self.rank = transport.rank
+        self.size = transport.size
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.allow_pickle = engine.allow_pickle
+        self._reductions = {}
+        self._subgroups_made = {}
+        self._owner_pid = os.getpid()
+        self._node: Communicator | None = None
+
+    @classmethod
+    def from_mpi4py(cls, comm: object, name: str = "mpi4py") -> Communicator:
+        """A communicator over the ranks of an mpi4py intracommunicator.
+
+        It is duplicated, so this is a collective and blocking call, and the two never mix.
+
+        Raises:
+            UsageError: before `mpdist.init()` or `mpdist.run()`.
+        """
+        engine = current.engine("Communicator.from_mpi4py")
+        from mpdist.transport.mpi import wrap
+
+        transport = wrap(comm)
+        return cls(engine, transport, name, transport.world_ranks())
+
+    def _member(self, transport: Transport, name: str) -> Communicator:
+        return Communicator(self._channel.engine, transport, name, transport.world_ranks())
+
+    # ------------------------------------------------------------------ who
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the members on its node."""
+        return self._neighbours().index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of members on this node."""
+        return len(self._neighbours())
+
+    def _neighbours(self) -> list[int]:
+        nodes = self._channel.engine.nodes
+        here = nodes[self.ranks[self.rank]]
+        return [rank for rank, world_rank in enumerate(self.ranks) if nodes[world_rank] == here]
+
+    @property
+    def node(self) -> Communicator:
+        """The communicator of the members on this node; the first access is collective over them, and blocks."""
+        if self._node is None:
+            neighbours = self._neighbours()
+            transport = self._channel.transport.subgroup(neighbours, 0)
+            self._node = self._member(transport, f"{self.name}/node{self.ranks[neighbours[0]]}")
+        return self._node
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds a collective may take here; None: MPDIST_TIMEOUT; 0: for ever. The same on all ranks."""
+        return self._channel.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds >= 0:
+            raise UsageError(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
+        self._channel.timeout = seconds
+        self._channel.engine.timeouts_changed()
+
+    # ------------------------------------------------------------------ memory
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
+        """An array in memory that communicates best; a local call."""
+        return np.empty(shape, dtype)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._channel.is_closed else ""
+        return f"<Communicator {self._channel.where()}{state}>"

@@ -1,0 +1,160 @@
+"""Groups: communicators made of others, and their end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from operator import index
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpdist.algorithms import groups
+from mpdist.comm.operation import Operations, operation
+from mpdist.errors import InvalidRank, UsageError
+from mpdist.progress.collective import Collective
+from mpdist.progress.work import Work
+
+if TYPE_CHECKING:
+    from mpdist.comm.communicator import Communicator
+    from mpdist.transport.mpi import Transport
+
+
+class Joined(Collective[Any]):
+    """A communicator that is being made: await it, or use it in `async with`."""
+
+    async def __aenter__(self) -> Any:
+        return await self
+
+    async def __aexit__(self, *error: Any) -> None:
+        part = self.result()
+        if part is not None:
+            await part.__aexit__(*error)
+
+
+class Groups(Operations):
+    """Making communicators, and closing them."""
+
+    _subgroups_made: dict[tuple[int, ...], int]
+
+    @operation
+    def split(self, color: int | None, key: int = 0) -> Joined:
+        """One communicator for each color; its ranks are ordered by `key`, then by rank here.
+
+        Args:
+            color: not negative; None: in none, the result is None.
+
+        Returns:
+            An awaitable of the communicator, also `async with comm.split(...) as part:`.
+        """
+        if color is not None:
+            color = _integer(color, "color")
+            if color < 0:
+                raise UsageError(f"color is {color}; a color is not negative, and None for no communicator")
+        key = _integer(key, "key")
+        channel = self._channel
+        make = self._maker(f"{self.name}/split{channel.sequence + 1}:{color}")
+        return channel.post(
+            "split", groups.split, lambda: f"color {color}", channel.engine, make, color, key, kind=Joined
+        )
+
+    @operation
+    def dup(self) -> Joined:
+        """The same ranks again, with messages and an order of collectives of their own."""
+        channel = self._channel
+        make = self._maker(f"{self.name}/dup{channel.sequence + 1}")
+        return channel.post("dup", groups.dup, str, channel.engine, make, kind=Joined)
+
+    @operation
+    def subgroup(self, ranks: Sequence[int]) -> Joined:
+        """A communicator of these ranks, in this order; only they call it."""
+        members = tuple(self._rank(rank, f"ranks[{place}]") for place, rank in enumerate(ranks))
+        if len(set(members)) != len(members):
+            raise InvalidRank(f"ranks is {list(members)}: a rank must not appear twice")
+        if self.rank not in members:
+            raise InvalidRank(f"ranks is {list(members)}: only members call subgroup, and rank {self.rank} is none")
+        number = self._subgroups_made.get(members, 0) + 1
+        name = f"{self.name}/ranks{'-'.join(map(str, members))}#{number}"
+        meeting = self._channel.engine.meeting
+        self._subgroups_made[members] = number
+        steps = groups.subgroup(
+            self._channel.transport, self._channel, meeting, self._maker(name), members, name
+        )
+        return meeting.post_apart(Joined(meeting, "subgroup", steps, lambda: f"of ranks {list(members)}"))
+
+    def _maker(self, name: str) -> Callable[[Transport], Communicator]:
+        return lambda transport: self._member(transport, name)
+
+    def _member(self, transport: Transport, name: str) -> Communicator:
+        raise NotImplementedError
+
+    name: str
+
+    # ------------------------------------------------------------------ the end
+
+    @operation
+    def close(self) -> Work[None]:
+        """Close the communicator; all members do. Its later use raises ClosedError.
+
+        Messages that nobody has received are reported on stderr.
+
+        Returns:
+            A Work of None, done when all members have called it.
+
+        Raises:
+            UsageError: operations are pending here; it stays usable.
+        """
+        channel = self._channel
+        pending = channel.unfinished()
+        if pending:
+            listed = "; ".join(work.describe() for work in pending[:4])
+            raise UsageError(f"{len(pending)} operations are pending ({listed}); await or cancel them before")
+        return self._close()
+
+    def _close(self) -> Work[None]:
+        channel = self._channel
+        return channel.post(
+            "close", groups.close, str, lambda: not channel.unfinished(), lambda: self._closed("it was closed")
+        )
+
+    def _closed(self, why: str) -> None:
+        if self._channel.is_closed:
+            return
+        unclaimed = self._channel.unclaimed()
+        if unclaimed:
+            print(
+                f"mpdist: {self._channel.where()} is closed with {len(unclaimed)} messages that nobody received: "
+                f"{'; '.join(unclaimed[:4])}",
+                file=sys.stderr,
+            )
+        self._channel.close(why)
+
+    async def __aenter__(self) -> Any:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an exception only here, waiting for nobody."""
+        if self._channel.is_closed:
+            return
+        if kind is not None or self._channel.broken:
+            self._closed(f"it was left by {kind.__name__ if kind else 'an error'}")
+            return
+        await self._close()
+
+    def __del__(self) -> None:
+        channel = getattr(self, "_channel", None)
+        if channel is None or channel.is_closed or sys.is_finalizing() or self._owner_pid != os.getpid():
+            return
+        warnings.warn(f"communicator {channel.where()} was never closed", ResourceWarning, stacklevel=2, source=self)
+
+    _owner_pid: int
+
+
+def _integer(value: object, what: str) -> int:
+    try:
+        return index(value)  # type: ignore[arg-type]  # anything that is an integer
+    except TypeError:
+        raise UsageError(f"{what} must be an integer, got {value!r}") from None

@@ -1,0 +1,83 @@
+"""What all operations of a communicator share: its channel, and errors that say where they happened."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import index
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
+from mpdist.memory import Buffer, as_buffer
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+
+Self = TypeVar("Self", bound="Operations")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def host_buffer(x: object, *, writable: bool = False) -> Buffer:
+    """as_buffer for memory that MPI can reach."""
+    buffer = as_buffer(x, writable=writable)
+    if not buffer.device.is_host:
+        raise UnsupportedBuffer(f"got an array on {buffer.device}; this MPI transport takes host memory: copy it there first")
+    return buffer
+
+
+class Operations:
+    """Base of the groups of operations.
+
+    Attributes:
+        rank: this process's number in the communicator.
+        size: number of members.
+    """
+
+    rank: int
+    size: int
+    _channel: Channel
+
+    def _rank(self, value: object, what: str) -> int:
+        """A rank of this communicator; raises InvalidRank."""
+        if type(value) is int and 0 <= value < self.size:
+            return value
+        try:
+            rank = index(value)  # type: ignore[arg-type]  # anything that is an integer
+        except TypeError:
+            raise InvalidRank(f"{what} must be a rank, an integer from 0 to {self.size - 1}, got {value!r}") from None
+        if not 0 <= rank < self.size:
+            raise InvalidRank(f"{what} is {rank}, the ranks of this communicator are 0 to {self.size - 1}")
+        return rank
+
+    def _tag(self, value: object) -> int:
+        """A tag; raises UsageError."""
+        limit = self._channel.max_tag
+        try:
+            tag = index(value)  # type: ignore[arg-type]  # anything that is an integer
+        except TypeError:
+            raise UsageError(f"tag must be an integer from 0 to {limit}, got {value!r}") from None
+        if not 0 <= tag <= limit:
+            raise UsageError(f"tag is {tag}, tags are 0 to {limit}")
+        return tag
+
+    def _explained(self, op: str, error: UsageError) -> UsageError:
+        """The error with the place in front."""
+        text = f"{op} on {self._channel.where()}: {error}"
+        return type(error)(text)
+
+
+def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """Let the errors of a method say operation, communicator and rank."""
+    op = method.__name__
+
+    @functools.wraps(method)
+    def explained(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except UsageError as error:
+            if " on '" in str(error):
+                raise
+            raise self._explained(op, error) from error.__cause__
+
+    return explained

@@ -1,0 +1,141 @@
+"""Point to point: a message from one rank to another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from mpdist.comm.operation import Operations, host_buffer, operation
+from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
+from mpdist.errors import ClosedError, UsageError
+from mpdist.progress.mailbox import ANY
+from mpdist.progress.pickling import encode
+from mpdist.progress.receive import Probe, Receive, ReceiveEither, ReceiveObject
+from mpdist.progress.sendrecv import SendReceive
+
+if TYPE_CHECKING:
+    from mpdist.progress.message import Message, ProbedMessage
+    from mpdist.progress.work import Work
+
+
+class PointToPoint(Operations):
+    """Messages between two ranks."""
+
+    allow_pickle: bool
+
+    def send(self, x: object, dst: int, tag: int = 0) -> Work[None]:
+        """Send an array to rank `dst`.
+
+        Args:
+            x: contiguous array of any library, of any size.
+            tag: 0 to 2**20 - 1.
+
+        Returns:
+            A Work of None. Until it is done, `x` must not change.
+
+        Raises:
+            UnsupportedBuffer: strided, Fortran-ordered, or of a type that cannot be sent.
+            InvalidRank: no such rank.
+        """
+        channel = self._channel
+        try:
+            if type(dst) is int and 0 <= dst < self.size and type(tag) is int and 0 <= tag <= channel.max_tag:
+                return channel.send(host_buffer(x), dst, tag)
+            return channel.send(host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
+        except UsageError as error:
+            raise self._explained("send", error) from error.__cause__
+
+    def recv(self, x: object = None, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[Message]:
+        """Receive an array.
+
+        Args:
+            x: writable contiguous array of the sent element type, at least as large as the message;
+                missing: a new NumPy array.
+            src: rank it comes from.
+            tag: its tag.
+
+        Returns:
+            A Work of the Message; `message.data` is the array, `message.count` the number of elements received.
+            A message that does not fit fails the Work (MessageTruncated, UnsupportedBuffer) and stays queued.
+            Cancelling it, or its await, loses no message.
+
+        Raises:
+            UnsupportedBuffer: `x` is read-only, strided, or of a type that cannot be received.
+            InvalidRank: no such rank.
+        """
+        try:
+            channel = self._channel
+            return channel.receive(
+                Receive(
+                    channel,
+                    None if x is None else host_buffer(x, writable=True),
+                    ANY if src is ANY_SOURCE else self._rank(src, "src"),
+                    ANY if tag is ANY_TAG else self._tag(tag),
+                )
+            )
+        except UsageError as error:
+            raise self._explained("recv", error) from error.__cause__
+
+    @operation
+    def sendrecv(
+        self, x: object, dst: int, out: object = None, src: Source | None = None, tag: int = 0
+    ) -> Work[Message]:
+        """Send `x` to `dst` and receive from `src`, by default `dst`, with the same tag; neither waits for the other.
+
+        Args:
+            out: as `x` of recv; it must not overlap `x`.
+
+        Returns:
+            A Work of the received Message, done when both are.
+        """
+        return SendReceive(
+            self.recv(out, dst if src is None else src, tag),  # type: ignore[arg-type]
+            self.send(x, dst, tag),
+        )
+
+    @operation
+    def probe(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[ProbedMessage]:
+        """Match a message without receiving it.
+
+        Returns:
+            A Work of a Message without data. `message.recv(x=None)` receives it; no other receive gets it.
+        """
+        return self._channel.receive(Probe(self._channel, None, *self._pattern(src, tag)))
+
+    def _pattern(self, src: Source, tag: Tag) -> tuple[int, int]:
+        return (
+            ANY if src is ANY_SOURCE else self._rank(src, "src"),
+            ANY if tag is ANY_TAG else self._tag(tag),
+        )
+
+    @operation
+    def send_object(self, item: object, dst: int, tag: int = 0) -> Work[None]:
+        """Send anything that pickles; arrays in it travel without copy, and must not change until it is done."""
+        self._check_pickle()
+        return self._channel.send_frames(encode(item), self._rank(dst, "dst"), self._tag(tag))
+
+    @operation
+    def recv_object(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[Message]:
+        """Receive an object; `message.data` is it."""
+        self._check_pickle()
+        return self._channel.receive(ReceiveObject(self._channel, None, *self._pattern(src, tag)))
+
+    async def messages(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> AsyncIterator[Message]:
+        """Messages as they come, arrays and objects, until the communicator is closed.
+
+        `async for message in comm.messages(tag=3): ...`
+        """
+        pattern = self._pattern(src, tag)
+        while True:
+            try:
+                work = self._channel.receive(ReceiveEither(self._channel, None, *pattern))
+            except ClosedError:
+                return
+            yield await work
+
+    def _check_pickle(self) -> None:
+        if not self.allow_pickle:
+            raise UsageError(
+                "objects are refused, because MPDIST_ALLOW_PICKLE=0: unpickling runs code that the sender chose; "
+                "send arrays, or set MPDIST_ALLOW_PICKLE=1"
+            )

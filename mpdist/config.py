@@ -1,0 +1,79 @@
+"""Environment variables: name, type, default, one sentence. All of them are here.
+
+A value is checked when it is read; a wrong one raises with the values that are
+allowed. Reading is pure: `Config.read(environ)` in, a frozen record out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mpdist.errors import UsageError
+
+_TRUE = {"1": True, "true": True, "yes": True, "on": True}
+_FALSE = {"0": False, "false": False, "no": False, "off": False, "": False}
+
+
+def _boolean(text: str) -> bool:
+    return (_TRUE | _FALSE)[text.strip().lower()]
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+# type -> (reader, what a valid value looks like)
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "bool": (_boolean, "0, 1, true, false, yes, no, on or off"),
+    "float": (_seconds, "a number of seconds >= 0"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment says; the field `timeout` is the variable `MPDIST_TIMEOUT`, and so on."""
+
+    timeout: float = 1800.0
+    """Seconds after which a pending collective fails; 0 waits for ever."""
+    report_after: float = 60.0
+    """Seconds after which an operation that still waits is diagnosed on stderr; 0 never."""
+    debug: bool = False
+    """Compare every collective's arguments between ranks before it runs."""
+    allow_pickle: bool = True
+    """Allow object operations, which unpickle what other ranks send."""
+    progress_thread: bool = False
+    """Advance pending operations in a thread of their own, also while Python computes."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read the variables.
+
+        Raises:
+            UsageError: a value is not valid; the text lists the valid ones.
+        """
+        environ = os.environ if environ is None else environ
+        values = {}
+        for field in fields(cls):
+            name = variable(field.name)
+            if name in environ:
+                values[field.name] = _parse(name, environ[name], str(field.type))
+        return cls(**values)
+
+
+def variable(field: str) -> str:
+    """Name of the environment variable of a field."""
+    return f"MPDIST_{field.upper()}"
+
+
+def _parse(name: str, text: str, kind: str) -> Any:
+    reader, valid = _READERS[kind]
+    try:
+        return reader(text)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"environment variable {name}={text!r} is not valid: it must be {valid}") from error

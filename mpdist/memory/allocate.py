@@ -1,0 +1,52 @@
+"""New arrays for results that the caller did not bring: of the input's library where it has one, else NumPy's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpdist.errors import Unavailable
+from mpdist.memory.elements import Array, Element, numpy_dtype
+from mpdist.memory.sources import as_buffer
+
+
+def allocate(element: Element, shape: int | Sequence[int]) -> Array:
+    """A NumPy array, not initialised.
+
+    Raises:
+        UnsupportedBuffer: bfloat16 without ml_dtypes.
+    """
+    return np.empty(shape, numpy_dtype(element))
+
+
+def allocate_like(x: object, shape: int | Sequence[int]) -> object:
+    """An array of x's library, type and device, not initialised; NumPy's where x's library has no writable ones.
+
+    Raises:
+        UnsupportedBuffer: bfloat16 without ml_dtypes.
+        Unavailable: x is on a GPU, and CuPy is not loaded.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if isinstance(x, np.ndarray):
+        return np.empty(shape, x.dtype)
+    new_empty = getattr(x, "new_empty", None)
+    if new_empty is not None:
+        return new_empty(shape)
+    buffer = as_buffer(x)
+    if buffer.device.is_host:
+        return allocate(buffer.element, shape)
+    return _allocate_cuda(buffer.element, shape, buffer.device.index)
+
+
+def _allocate_cuda(element: Element, shape: tuple[int, ...], index: int) -> object:
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is None:
+        raise Unavailable(
+            "a result on a GPU can be allocated only with CuPy, which is not loaded; give the output array, "
+            "or install the extra mpdist[cuda12] or mpdist[cuda13] and import cupy"
+        )
+    with cupy.cuda.Device(index):
+        return cupy.empty(shape, numpy_dtype(element))

@@ -1,0 +1,144 @@
+"""Buffer: an array reduced to what MPI needs: where its elements are, how many, of which type.
+
+A Buffer copies nothing and owns nothing but a reference to the user's object.
+It is made once per call on the hot path, so it has slots and computes the
+address, the shape and the NumPy view only when they are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from mpdist.memory.elements import Array, Element
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where memory is."""
+
+    kind: Literal["cpu", "cuda"]
+    index: int = 0
+
+    @property
+    def is_host(self) -> bool:
+        return self.kind == "cpu"
+
+    def __str__(self) -> str:
+        return self.kind if self.is_host else f"{self.kind}:{self.index}"
+
+
+HOST = Device("cpu")
+
+
+@cache
+def cuda(index: int) -> Device:
+    """The CUDA device with this index."""
+    return Device("cuda", index)
+
+
+class Buffer:
+    """Contiguous memory of `count` elements of one type.
+
+    Attributes:
+        exporter: an object with the buffer protocol over exactly this memory; None where only the address is known.
+        count: number of elements.
+        nbytes: count * element.itemsize.
+        element: the element type.
+        device: where the memory is.
+        readonly: whether it must not be written.
+        owner: the user's object, kept alive.
+    """
+
+    __slots__ = ("_address", "_kept", "_shape", "count", "device", "element", "exporter", "nbytes", "owner", "readonly")
+
+    def __init__(
+        self,
+        exporter: object | None,
+        count: int,
+        nbytes: int,
+        element: Element,
+        device: Device,
+        readonly: bool,
+        owner: object,
+        address: int | None = None,
+        kept: object = None,
+    ) -> None:
+        """Take `address` where there is no exporter; `kept` is a further object that must live as long."""
+        self.exporter = exporter
+        self.count = count
+        self.nbytes = nbytes
+        self.element = element
+        self.device = device
+        self.readonly = readonly
+        self.owner = owner
+        self._address = address
+        self._kept = kept
+        self._shape: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What was set, else the owner's shape, else (count,)."""
+        if self._shape is not None:
+            return self._shape
+        shape = getattr(self.owner, "shape", None)
+        return (self.count,) if shape is None else tuple(shape)
+
+    @shape.setter
+    def shape(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; without meaning if nbytes is 0."""
+        if self._address is None:
+            self._address = _address_of(self.exporter) if self.nbytes else 0
+        return self._address
+
+    def array(self) -> Array:
+        """A 1-D NumPy view of the storage dtype, writable if the Buffer is; host memory only."""
+        assert self.device.is_host, f"{self!r} is not in host memory"
+        if self.count == 0:
+            return np.empty(0, self.element.storage)
+        if self.exporter is None:
+            return np.asarray(_Memory(self))
+        return np.frombuffer(cast(Any, self.exporter), self.element.storage)
+
+    def __repr__(self) -> str:
+        access = ", read-only" if self.readonly else ""
+        return f"<Buffer {self.element.name} x {self.count} on {self.device}{access}>"
+
+
+class _Memory:
+    """A Buffer's memory as NumPy asks for it; keeps the Buffer alive as long as the view."""
+
+    __slots__ = ("__array_interface__", "_buffer")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (buffer.address, buffer.readonly),
+            "typestr": buffer.element.storage.str,
+            "shape": (buffer.count,),
+        }
+
+
+def _address_of(exporter: object) -> int:
+    view = np.frombuffer(cast(Any, exporter), np.uint8)
+    return int(view.__array_interface__["data"][0])
+
+
+def overlap(a: Buffer, b: Buffer) -> bool:
+    """Whether the two share at least one byte."""
+    if a.device != b.device or not a.nbytes or not b.nbytes:
+        return False
+    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+
+
+def is_same(a: Buffer, b: Buffer) -> bool:
+    """Whether the two are the same bytes."""
+    return a.device == b.device and a.address == b.address and a.nbytes == b.nbytes

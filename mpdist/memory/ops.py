@@ -1,0 +1,209 @@
+"""Reduce operations: what they are called, which element types they fit, and what they compute in NumPy.
+
+float16 and bfloat16 are computed in float32 and rounded once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpdist.errors import UsageError
+from mpdist.memory.elements import Array, Element
+from mpdist.memory.half import chunks, narrow_into, widen
+
+UserFunction: TypeAlias = Callable[[Any, Any], Any]
+Factor: TypeAlias = int | float | complex
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """A reduction.
+
+    Attributes:
+        name: "sum" and so on; "premul_sum"; for a user's function its qualified name in angle brackets.
+        factor: what premul_sum multiplies each rank's input by.
+        function: the user's function of two arrays.
+    """
+
+    name: str
+    factor: Factor | None = None
+    function: UserFunction | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.factor is None else f"{self.name}({self.factor!r})"
+
+
+ReduceOpLike: TypeAlias = str | ReduceOp | UserFunction
+
+# What one step computes. avg divides at the end, premul_sum multiplies at the start.
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+    "premul_sum": np.add,
+}
+_OPS: dict[str, ReduceOp] = {name: ReduceOp(name) for name in _UFUNCS if name != "premul_sum"}
+OP_NAMES: tuple[str, ...] = tuple(_OPS)
+
+
+def premul_sum(factor: Factor) -> ReduceOp:
+    """The sum over ranks of factor * x; each rank may have its own factor.
+
+    Raises:
+        UsageError: factor is not a number.
+    """
+    if isinstance(factor, np.generic):
+        factor = factor.item()
+    if not isinstance(factor, int | float | complex):
+        raise UsageError(f"premul_sum needs a number as factor, got a {type(factor).__name__}; use float(factor)")
+    return ReduceOp("premul_sum", factor)
+
+
+def as_op(op: object) -> ReduceOp:
+    """The operation of a name, a ReduceOp or a function of two arrays.
+
+    Raises:
+        UsageError: unknown; the text lists what is valid.
+    """
+    known = _OPS.get(op) if isinstance(op, str) else None
+    if known is not None:
+        return known
+    if isinstance(op, ReduceOp):
+        return op
+    if callable(op):
+        return ReduceOp(f"<{getattr(op, '__qualname__', type(op).__name__)}>", function=op)
+    raise UsageError(
+        f"op={op!r} is not a reduction; needed one of {', '.join(OP_NAMES)}, mpdist.premul_sum(factor), "
+        "or a function of two arrays"
+    )
+
+
+# ---------------------------------------------------------------------- which type takes which operation
+
+_CAST_BOOL = "use op='lor' or 'land', or cast first: x.astype(np.int64)"
+_BITWISE_REAL = "bits of floating point numbers have no use; reduce x.view() of an integer type if they are meant"
+_LOGICAL_REAL = "compare first (x != 0) and reduce the bool array"
+_UNORDERED = "complex numbers have no order; reduce abs(x), or x.real and x.imag"
+_INTEGER_AVERAGE = "the mean of integers is no integer; use op='sum' and divide, or cast to a floating point type"
+
+# (kind, operation) -> what to do instead.
+_MISFITS: dict[tuple[str, str], str] = {
+    **{("bool", name): _CAST_BOOL for name in ("sum", "prod", "avg", "premul_sum")},
+    **{(kind, "avg"): _INTEGER_AVERAGE for kind in ("int", "uint")},
+    **{(kind, name): _BITWISE_REAL for kind in ("float", "complex") for name in ("band", "bor", "bxor")},
+    **{(kind, name): _LOGICAL_REAL for kind in ("float", "complex") for name in ("land", "lor", "lxor")},
+    **{("complex", name): _UNORDERED for name in ("min", "max")},
+}
+
+
+def check_op(op: ReduceOp, element: Element) -> None:
+    """Check that the operation fits the element type.
+
+    Raises:
+        UsageError: it does not; the text says what to do instead.
+    """
+    remedy = _MISFITS.get((element.kind, op.name))
+    if remedy is not None:
+        raise UsageError(f"op={op.name!r} does not fit elements of type {element.name}: {remedy}")
+    if op.factor is not None:
+        _check_factor(op.factor, element)
+
+
+def _check_factor(factor: Factor, element: Element) -> None:
+    if element.kind == "complex" or (element.kind == "float" and not isinstance(factor, complex)):
+        return
+    if isinstance(factor, int) and element.kind in ("int", "uint"):
+        limits = np.iinfo(element.storage)
+        if limits.min <= factor <= limits.max:
+            return
+    raise UsageError(
+        f"premul_sum's factor {factor!r} is not a value of {element.name}: use another factor, or cast x first"
+    )
+
+
+# ---------------------------------------------------------------------- computing
+
+
+def fold(op: ReduceOp, acc: Array, x: Array, element: Element) -> None:
+    """One step, in place: acc = acc op x.
+
+    Args:
+        acc: 1-D array of the element's storage dtype, writable.
+        x: the same; not written to.
+
+    Raises:
+        UsageError: a user's function returned something that does not fit acc.
+    """
+    if op.function is not None:
+        _fold_by_user(op, acc, x, element)
+        return
+    ufunc = _UFUNCS[op.name]
+    if not element.is_half:
+        ufunc(acc, x, out=acc)
+        return
+    for part in chunks(acc.size):
+        wide = widen(acc[part], element)
+        ufunc(wide, widen(x[part], element), out=wide)
+        narrow_into(wide, acc[part], element)
+
+
+def _fold_by_user(op: ReduceOp, acc: Array, x: Array, element: Element) -> None:
+    """Call the function once, with arrays of the type that the user knows; bfloat16 comes as float32."""
+    assert op.function is not None
+    if element.numpy is not None:
+        np.copyto(acc, _checked(op, op.function(acc, x), acc), casting="same_kind")
+        return
+    wide = widen(acc, element)
+    result = _checked(op, op.function(wide, widen(x, element)), wide)
+    narrow_into(result.astype(np.float32, copy=False), acc, element)
+
+
+def _checked(op: ReduceOp, result: object, wanted: Array) -> Array:
+    array = np.asarray(result)
+    if array.shape == wanted.shape and np.can_cast(array.dtype, wanted.dtype, "same_kind"):
+        return array
+    raise UsageError(
+        f"the function {op.name} given as op returned {array.dtype} of shape {array.shape}; "
+        f"needed {wanted.dtype} of shape {wanted.shape}: it must work element by element"
+    )
+
+
+def finish(op: ReduceOp, acc: Array, size: int, element: Element) -> None:
+    """What comes after the last step, in place: avg divides by the number of ranks."""
+    if op.name != "avg":
+        return
+    if element.is_half:
+        _scale_half(acc, acc, element, np.divide, size)
+    else:
+        np.divide(acc, size, out=acc)
+
+
+def premultiply(op: ReduceOp, x: Array, element: Element) -> Array:
+    """What comes before the first step: a new storage array, factor * x for premul_sum, else a copy of x."""
+    out = np.empty_like(x)
+    if op.factor is None:
+        np.copyto(out, x)
+    elif element.is_half:
+        _scale_half(x, out, element, np.multiply, op.factor)
+    else:
+        np.multiply(x, element.storage.type(op.factor), out=out)
+    return out
+
+
+def _scale_half(x: Array, out: Array, element: Element, ufunc: np.ufunc, factor: Factor) -> None:
+    for part in chunks(x.size):
+        wide = widen(x[part], element)
+        ufunc(wide, np.float32(factor), out=wide)  # type: ignore[arg-type]  # complex is refused by check_op
+        narrow_into(wide, out[part], element)

@@ -1,0 +1,55 @@
+"""Back-off: how long to wait between two looks at the pending operations.
+
+Pure arithmetic, tested without a clock. MPI has no file descriptor to wait on,
+so whoever waits must look again. Short operations end within microseconds:
+look at once for a while, then sleep a fraction of the time already waited, so
+that the sleep never adds more than that fraction to a wait, and no more than
+the cap, after which the doorbell of a peer is the usual way to be woken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# An await drives the Engine itself before it gives its turn away. Both limits keep other tasks alive: bench/core.py.
+TURN_CREDIT = 64
+"""Operations that may complete inside awaits before the event loop gets a real turn."""
+TURN_BYTES = 16 * 1024
+"""Each further so many bytes cost one more credit: MPI copies about 3-10 GB/s, a turn is to end within 0.5 ms."""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How patient a waiter is.
+
+    Attributes:
+        inline_polls: looks inside an await before the task is parked.
+        hot_seconds: time since the last progress during which nobody sleeps.
+        fraction: sleep this part of the time waited so far.
+        cap_seconds: but never longer than this.
+        yields: give the processor away between two looks; for more ranks than cores.
+    """
+
+    inline_polls: int = 400
+    hot_seconds: float = 0.001
+    fraction: float = 0.25
+    cap_seconds: float = 0.005
+    yields: bool = False
+
+    def delay(self, idle_seconds: float) -> float:
+        """Seconds to sleep after `idle_seconds` without progress; 0 is "look again at once"."""
+        if idle_seconds < self.hot_seconds:
+            return 0.0
+        return min(self.cap_seconds, self.fraction * idle_seconds)
+
+
+def policy(local_size: int, cores: int) -> Backoff:
+    """The patience for this many ranks on this many cores of one node."""
+    if local_size <= cores:
+        return Backoff()
+    return Backoff(inline_polls=20, hot_seconds=0.0005, yields=True)
+
+
+def message_credit(nbytes: int) -> int:
+    """What a message of this size costs of a turn's credit."""
+    return 1 + nbytes // TURN_BYTES

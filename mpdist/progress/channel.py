@@ -1,0 +1,384 @@
+"""Channel: one communicator's share of the Engine: its messages, its order of collectives.
+
+Point to point goes over our own receive queue: while receives wait, the Engine
+probes for any message, matches it, checks type and size, and only then lets MPI
+write into the receiver's buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpdist.errors import ClosedError
+from mpdist.memory import Buffer, as_buffer
+from mpdist.progress import wire
+from mpdist.progress.backoff import message_credit
+from mpdist.progress.collective import Collective, Program, Steps, check_task
+from mpdist.progress.mailbox import Mailbox
+from mpdist.progress.message import Incoming, Message, ProbedMessage
+from mpdist.progress.receive import Receive
+from mpdist.progress.send import Send, Sent, SentAndTurn
+from mpdist.progress.work import Work
+
+if TYPE_CHECKING:
+    from mpdist.progress.engine import Engine
+    from mpdist.transport.mpi import Transport
+
+W = TypeVar("W", bound=Collective[Any])
+Check = Callable[["Channel", str, Callable[[], str], Steps[Any]], Steps[Any]]
+"""Wraps a collective's steps, to compare it between ranks first."""
+
+# The user's frame, seen from `post`: it is called by a method of Communicator inside its `operation` wrapper.
+CALLER = 3
+
+# How many messages one look takes at the most, so that a flood does not hold a turn.
+POLL_MESSAGES = 16
+
+# Out-of-band buffers of an object are copied behind its pickle up to this size, and sent from where they are above it.
+INLINE_OBJECT_BYTES = 64 * 1024
+
+
+class Channel:
+    """What the Engine knows of one communicator.
+
+    Attributes:
+        name: for texts, and the same on all members, so that ranks can speak about it.
+        world_ranks: the members' ranks in the world.
+        box: posted receives and unclaimed messages.
+        sequence: number of collectives posted so far.
+        timeout: seconds a collective may take; None: the job's default; 0: for ever.
+        broken: why it refuses further use; empty while it does not.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.name = name
+        self.rank = transport.rank
+        self.size = transport.size
+        self.world_ranks = tuple(world_ranks)
+        self.max_tag = wire.max_tag(transport.max_tag)
+        self.box: Mailbox[Receive, Incoming] = Mailbox()
+        self.is_listening = False
+        self.sequence = 0
+        self.timeout: float | None = None
+        self.broken = ""
+        self.collectives: deque[Collective[Any]] = deque()
+        self.check: Check | None = None
+        self._running: Collective[Any] | None = None  # of several steps
+        self._queue: deque[Collective[Any]] = deque()
+        self._in_pieces: dict[tuple[int, int], Incoming] = {}
+        self._probed: set[Incoming] = set()
+        self._sent = Sent(self)
+        self._status = transport.status
+        self._improbe = transport.improbe
+        self._isend = transport.isend
+        self._byte = transport.byte
+        self._any = (transport.any_source, transport.any_tag)
+        self._flags = engine.doorbell.flags
+        engine.channels.append(self)
+
+    def where(self) -> str:
+        """`'world' (rank 0 of 4)`."""
+        return f"'{self.name}' (rank {self.rank} of {self.size})"
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, buffer: Buffer, dst: int, tag: int) -> Work[None]:
+        """Post an array; the arguments are checked."""
+        nbytes = buffer.nbytes
+        if nbytes > wire.PIECE_BYTES:
+            head = wire.pack_size(nbytes)
+            return self._send_pieces(head, wire.ARRAY_IN_PIECES + buffer.element.code, [buffer], dst, tag, buffer)
+        memory = buffer.exporter
+        if memory is None:
+            memory = self.transport.memory_of(buffer)
+        request = self._isend([memory, nbytes, self._byte], dst, tag << wire.CODE_BITS | buffer.element.code)
+        engine = self.engine
+        peer = self.world_ranks[dst]
+        if self._flags[peer]:
+            engine.doorbell.ring(peer)
+        if request.Test():
+            engine.credit -= 1
+            return self._sent if engine.credit > 0 else SentAndTurn(self)
+        return self._activate(Send(self, [request], dst, tag, buffer))
+
+    def send_frames(self, frames: list[memoryview], dst: int, tag: int) -> Work[None]:
+        """Post a pickle (frame 0) and its out-of-band buffers."""
+        if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
+            head = wire.pack_frames(frames, inline=True)
+            request = self._isend([head, len(head), self._byte], dst, wire.wire_tag(tag, wire.OBJECT))
+            self._ring(dst)
+            return self._activate(Send(self, [request], dst, tag, head))
+        head = wire.pack_frames(frames, inline=False)
+        buffers = [as_buffer(frame) for frame in frames[1:]]
+        return self._send_pieces(head, wire.OBJECT_IN_PIECES, buffers, dst, tag, frames)
+
+    def _send_pieces(
+        self, head: bytes | bytearray, code: int, bodies: list[Buffer], dst: int, tag: int, owner: object
+    ) -> Work[None]:
+        piece_tag = wire.wire_tag(tag, wire.PIECE)
+        with self.engine.lock:  # another thread's pieces must not come in between
+            requests = [self._isend([head, len(head), self._byte], dst, wire.wire_tag(tag, code))]
+            for body in bodies:
+                octets = body.array().view("u1")
+                start = 0
+                for size in wire.piece_sizes(body.nbytes):
+                    piece = octets[start : start + size]
+                    requests.append(self._isend([piece, size, self._byte], dst, piece_tag))
+                    start += size
+        self._ring(dst)
+        return self._activate(Send(self, requests, dst, tag, (head, bodies, owner)))
+
+    def _activate(self, work: Work[None]) -> Work[None]:
+        self.engine.active.append(work)
+        self.engine.ensure_ticking()
+        return work
+
+    def _ring(self, rank: int) -> None:
+        """Wake the member if it sleeps: something happened that it may wait for."""
+        peer = self.world_ranks[rank]
+        if self._flags[peer]:
+            self.engine.doorbell.ring(peer)
+
+    # ------------------------------------------------------------------ receiving
+
+    def receive(self, receive: Receive) -> Receive:
+        """Let a receive meet a message that is here, or wait for one."""
+        engine = self.engine
+        lock = engine.lock
+        lock.acquire()
+        try:
+            box = self.box
+            message = box.find(receive.src, receive.tag) if box.messages else None
+            if message is not None:
+                self._claim(message, receive)
+            else:
+                box.post(receive)
+                if not self.is_listening:
+                    self.is_listening = True
+                    engine.listening.append(self)
+        finally:
+            lock.release()
+        if not engine._ticking:
+            engine.ensure_ticking()
+        return receive
+
+    def _claim(self, message: Incoming, receive: Receive) -> None:
+        """A kept message meets its receive; a misfit stays where it is."""
+        engine = self.engine
+        if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
+            self.box.remove(message)
+            receive.reserve(message)
+            engine.later.append(receive)
+            return
+        if receive.accept(message):
+            self.box.remove(message)
+
+    def receive_probed(self, incoming: Incoming, x: object) -> Work[Message]:
+        """Receive a message that a probe has matched."""
+        receive = Receive(self, None if x is None else as_buffer(x, writable=True), incoming.src, incoming.tag)
+        with self.engine.lock:
+            if receive.accept(incoming):
+                self._probed.discard(incoming)
+            elif incoming.probed is not None:
+                incoming.probed._restored(incoming)
+        self.engine.ensure_ticking()
+        return receive
+
+    def poll(self) -> bool:
+        """Take what has arrived; True if anything has."""
+        moved = False
+        for _ in range(POLL_MESSAGES):
+            message = self._improbe(*self._any, self._status)
+            if message is None:
+                return moved
+            self.arrived(message)
+            moved = True
+            if not self.box.receives:
+                return True
+        return moved
+
+    def poll_once(self) -> None:
+        """Take one message if there is one."""
+        message = self._improbe(*self._any, self._status)
+        if message is not None:
+            self.arrived(message)
+
+    def arrived(self, handle: Any) -> None:
+        """Give a message to the receive it matches, or keep it."""
+        status = self._status
+        mpi_tag = status.tag
+        src = status.source
+        nbytes = status.count
+        code = mpi_tag & wire.CODE_MASK
+        tag = mpi_tag >> wire.CODE_BITS
+        self.engine.credit -= message_credit(nbytes)
+        if code == wire.PIECE:
+            self._add_piece(handle, src, tag, nbytes)
+            return
+        incoming = Incoming(handle, src, tag, code, nbytes)
+        if wire.ARRAY_IN_PIECES <= code < wire.OBJECT:
+            self._open_pieces(incoming)
+        elif code == wire.OBJECT_IN_PIECES:
+            incoming.parts = []
+            self._in_pieces[src, tag] = incoming
+        receive = self.box.match(src, tag)
+        if receive is None or not receive.accept(incoming):
+            self.box.keep(incoming)
+
+    def _open_pieces(self, incoming: Incoming) -> None:
+        head = bytearray(8)
+        incoming.handle.Recv([head, 8, self._byte])
+        incoming.handle = None
+        incoming.nbytes = wire.unpack_size(head)
+        incoming.code -= wire.ARRAY_IN_PIECES
+        incoming.parts = []
+        self._in_pieces[incoming.src, incoming.tag] = incoming
+
+    def _add_piece(self, handle: Any, src: int, tag: int, nbytes: int) -> None:
+        incoming = self._in_pieces[src, tag]
+        assert incoming.parts is not None
+        incoming.parts.append((handle, nbytes))
+
+    def probed(self, incoming: Incoming) -> ProbedMessage:
+        """Hold a message for its own `recv`."""
+        self._probed.add(incoming)
+        incoming.probed = ProbedMessage(self, incoming)
+        return incoming.probed
+
+    def give_back(self, incoming: Incoming) -> None:
+        """A cancelled receive returns its message: the next one gets it, in the old order."""
+        if incoming.order == 0:
+            incoming.order = self.box.next_order()
+        self.box.restore(incoming)
+        waiting = self.box.match(incoming.src, incoming.tag)
+        if waiting is not None:
+            self._claim(incoming, waiting)
+
+    # ------------------------------------------------------------------ collectives
+
+    def post(
+        self,
+        op: str,
+        program: Program,
+        details: Callable[[], str],
+        *arguments: Any,
+        kind: type[W] = Collective,  # type: ignore[assignment]  # a default of a type variable
+    ) -> W:
+        """Post a collective, in program order; the arguments are checked."""
+        if self.broken:
+            self.check_usable(op)
+        loop = asyncio._get_running_loop()
+        task = None if loop is None else asyncio.current_task(loop)
+        collectives = self.collectives
+        while collectives and collectives[0]._done and collectives[0]._steps is None:
+            collectives.popleft()
+        if collectives:
+            check_task(self, op, task)
+        single = hasattr(program, "is_single_step")
+        steps = program(self.transport, *arguments)
+        if self.check is not None:
+            steps, single = self.check(self, op, details, steps), False
+        work = kind(self, op, steps, details)
+        work.task = task
+        frame = sys._getframe(CALLER)
+        work._place = (frame.f_code, frame.f_lineno)
+        with self.engine.lock:
+            self.sequence += 1
+            work.sequence = self.sequence
+            collectives.append(work)
+            if self._running is not None or self._queue:
+                work.is_queued = True
+                self._queue.append(work)
+            else:
+                if not single:
+                    self._running = work
+                work._start()
+        self.engine.ensure_ticking()
+        return work
+
+    def post_apart(self, work: W) -> W:
+        """Post a program that has no place in the order of this channel's collectives."""
+        with self.engine.lock:
+            work._start()
+        self.engine.ensure_ticking()
+        return work
+
+    def ended(self, work: Collective[Any]) -> None:
+        """A collective has posted its last step: the next may start."""
+        if self._running is work:
+            self._running = None
+            if self._queue:
+                self.engine.later.append(self._queue[0])
+
+    def advance_queue(self) -> None:
+        """Look at the collective that the others wait for, and start what may start."""
+        if self._running is not None:
+            self._running._poll()
+        while self._queue and self._running is None:
+            work = self._queue.popleft()
+            self._running = work
+            work._start()
+
+    def ring_all(self) -> None:
+        """Wake the members that sleep: a collective has moved on."""
+        self.engine.doorbell.ring_sleepers(self.world_ranks)
+
+    # ------------------------------------------------------------------ state
+
+    def pending(self) -> Iterator[Work[Any]]:
+        """Works of this communicator that wait outside the Engine's own tables."""
+        yield from self.box.waiting()
+        yield from (work for work in list(self.collectives) if not work._done and work.is_queued)
+
+    def unfinished(self) -> list[Work[Any]]:
+        """All pending Works of this communicator, but its closing."""
+        return [work for work in self.engine.pending() if work._channel is self and work.op != "close"]
+
+    def unclaimed(self) -> list[str]:
+        """Messages that were sent to this rank and that nobody received, described."""
+        return [message.describe() for message in [*self.box.unclaimed(), *self._probed]]
+
+    def check_usable(self, op: str) -> None:
+        """Raise ClosedError if a collective timed out or the order was broken here."""
+        if self.broken:
+            raise ClosedError(f"{op} on {self.where()}: this communicator cannot be used any more: {self.broken}")
+
+    def close(self, why: str) -> None:
+        """Refuse further use; the transport is freed unless something is pending on it."""
+        engine = self.engine
+        with engine.lock:
+            if self in engine.channels:
+                engine.channels.remove(self)
+            if self in engine.listening:
+                engine.listening.remove(self)
+        if not self.unfinished():
+            self.transport.free()
+        self.refuse(why)
+
+    def refuse(self, why: str) -> None:
+        """Refuse further use, for this reason."""
+        self.broken = why
+        self.__class__ = ClosedChannel
+
+    @property
+    def is_closed(self) -> bool:
+        return False
+
+
+class ClosedChannel(Channel):
+    """A channel that refuses everything, as another class: open ones need no check on the hot path."""
+
+    @property
+    def is_closed(self) -> bool:
+        return True
+
+    def _closed(self, *_: object, **__: object) -> Any:
+        raise ClosedError(f"communicator {self.where()} cannot be used: {self.broken}")
+
+    send = send_frames = receive = receive_probed = post = post_apart = _closed

@@ -1,0 +1,143 @@
+"""Collective: an operation of all ranks of a communicator, as a program of steps.
+
+A program is a generator that posts something, yields the request, and goes on
+when it is complete; its return value is the result. Collectives match by their
+order, so a later one must not post anything before an earlier one has posted its
+last step: programs of several steps run one after the other, those of a single
+step may all be in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Generator
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpdist.errors import CommunicationError, MpdistError, UsageError
+from mpdist.progress.work import T, Work
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.transport.mpi import Request
+
+# The user's frame, seen from `check_task`, which Channel.post calls.
+CALLER = 4
+
+Steps = Generator["Request", None, T]
+Program = Callable[..., Steps[Any]]
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+def single_step(program: P) -> P:
+    """Mark a program that posts all it has to post before its first yield."""
+    program.is_single_step = True  # type: ignore[attr-defined]  # functions take attributes
+    return program
+
+
+class Collective(Work[T]):
+    """A posted collective.
+
+    Attributes:
+        is_queued: an earlier one of several steps must end before it starts.
+        task: the task that posted it, None outside tasks.
+    """
+
+    is_queued = False
+    task: asyncio.Task[Any] | None = None
+    _request: Request | None = None
+    _place: tuple[CodeType, int] | None = None
+
+    def __init__(self, channel: Channel, op: str, steps: Steps[T], details: Callable[[], str]) -> None:
+        self._channel = channel
+        self.op = op
+        self._steps: Steps[T] | None = steps
+        self._details = details
+
+    def details(self) -> str:
+        return self._details()
+
+    @property
+    def site(self) -> str:  # type: ignore[override]  # made into words only when asked
+        """`train.py:88`, where it was called."""
+        if self._place is None:
+            return "unknown line"
+        code, line = self._place
+        return f"{code.co_filename}:{line}"
+
+    def _start(self) -> None:
+        self.is_queued = False
+        self._advance()
+        if self._steps is not None:
+            self._channel.engine.active.append(self)
+        self._channel.ring_all()
+
+    def _poll(self) -> bool:
+        if self._steps is None:
+            return self._done
+        request = self._request
+        if request is None:
+            self._channel.advance_queue()
+            return False
+        try:
+            if not request.Test():
+                return False
+        except Exception as error:
+            return self._broke(error)
+        return self._advance()
+
+    def _advance(self) -> bool:
+        steps = self._steps
+        assert steps is not None
+        try:
+            request = next(steps)
+            while request.Test():
+                request = next(steps)
+            self._request = request
+        except StopIteration as stop:
+            self._end()
+            if not self._done:  # it may have expired meanwhile
+                self._finish(stop.value)
+            return True
+        except Exception as error:
+            return self._broke(error)
+        return False
+
+    def _broke(self, error: Exception) -> bool:
+        self._end()
+        if self._done:
+            return True
+        if isinstance(error, MpdistError):
+            self._fail(error)
+            return True
+        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._fail(failure)
+        return True
+
+    def _end(self) -> None:
+        self._steps = self._request = None
+        self.task = None
+        self._channel.ended(self)
+
+    def _expire(self, error: BaseException) -> None:
+        self._channel.broken = f"{self.describe()} was given up, so its ranks may be out of step"
+        self._fail(error)
+
+
+def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> None:
+    """Raise if another task's collective is pending: the tasks' order may differ between ranks."""
+    for other in channel.collectives:
+        if other._done or other.task is None or other.task is task or other.task.done():
+            continue
+        if task is None:
+            continue
+        frame = sys._getframe(CALLER)
+        here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        channel.broken = "two tasks used collectives on it at the same time"
+        raise UsageError(
+            f"{op} on {channel.where()} was called in task {task.get_name()!r} ({here}) while {other.op} of task "
+            f"{other.task.get_name()!r} ({other.site}) is pending: the order may differ between ranks, and "
+            "collectives match by order; give each task its own communicator: `async with await comm.dup()`"
+        )

@@ -1,0 +1,237 @@
+"""Doorbell: wakes a peer that sleeps.
+
+A rank that waits for long sleeps, and says so in a byte that all ranks of its
+node see. Whoever sends it something looks at that byte, one load, and only if it
+is set rings: a datagram, for which the sleeper's event loop listens. Ranks of
+other nodes can't be looked at, they are rung without looking, at most once per
+millisecond. A bell that is lost costs no more than the sleeper's timer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpdist.transport.mpi import Transport
+
+AWAKE, ASLEEP, REMOTE = 0, 1, 2
+REMOTE_SECONDS = 0.001
+"""A ring keeps its peer hot for at least so long, so ringing more often is of no use."""
+
+Address = Any
+
+
+class Doorbell:
+    """The bells of all ranks, and the byte that says who sleeps.
+
+    Attributes:
+        flags: one byte for each rank of the world: AWAKE, ASLEEP, or REMOTE for ranks of other nodes.
+    """
+
+    flags: mmap.mmap | bytearray
+
+    def fileno(self) -> int:
+        """What a sleeper's loop listens on; -1 for none."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Tell the peers that this rank sleeps."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """This rank is awake; forget the rings so far."""
+        raise NotImplementedError
+
+    def ring(self, rank: int) -> None:
+        """Wake the rank of the world, whose flag is not AWAKE."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give the sockets and the shared byte back."""
+
+    def ring_sleepers(self, ranks: Sequence[int]) -> None:
+        """Wake those of `ranks` that may sleep."""
+        flags = self.flags
+        for rank in ranks:
+            if flags[rank]:
+                self.ring(rank)
+
+    def nap(self, seconds: float, look: Callable[[], bool]) -> bool:
+        """Sleep outside a loop until rung; True if rung, or if `look()` found something at the last moment."""
+        self.sleep()
+        try:
+            if look():
+                return True
+            ready, _, _ = select.select([self.fileno()] if self.fileno() >= 0 else [], [], [], seconds)
+            return bool(ready)
+        finally:
+            self.wake()
+
+
+class SilentDoorbell(Doorbell):
+    """For a rank without peers: nobody can ring."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.flags = bytearray(size)
+
+    def fileno(self) -> int:
+        return -1
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def ring(self, rank: int) -> None:
+        pass
+
+
+class DatagramDoorbell(Doorbell):
+    """Datagram sockets: of the UNIX family within a node, UDP between nodes."""
+
+    def __init__(self, rank: int, flags: mmap.mmap, sockets: list[socket.socket], addresses: list[Address]) -> None:
+        self.flags = flags
+        self._rank = rank
+        self._sockets = sockets
+        self._addresses = addresses
+        self._rung_at = [0.0] * len(addresses)
+        self._poller = select.epoll() if hasattr(select, "epoll") else None
+        if self._poller is not None:
+            for each in sockets:
+                self._poller.register(each, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._poller.fileno() if self._poller is not None else self._sockets[-1].fileno()
+
+    def sleep(self) -> None:
+        self.flags[self._rank] = ASLEEP
+
+    def wake(self) -> None:
+        self.flags[self._rank] = AWAKE
+        for each in self._sockets:
+            _drain(each)
+
+    def ring(self, rank: int) -> None:
+        if self.flags[rank] == REMOTE:
+            now = monotonic()
+            if now - self._rung_at[rank] < REMOTE_SECONDS:
+                return
+            self._rung_at[rank] = now
+        else:
+            self.flags[rank] = AWAKE  # one ring is enough, whoever else sends meanwhile
+        _send(self._sockets, self._addresses[rank])
+
+    def close(self) -> None:
+        if self._poller is not None:
+            self._poller.close()
+        for each in self._sockets:
+            each.close()
+        self.flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
+
+
+def _drain(receiver: socket.socket) -> None:
+    try:
+        while True:
+            receiver.recv(16)
+    except BlockingIOError:
+        return
+
+
+def _send(sockets: list[socket.socket], address: Address) -> None:
+    sender = sockets[0] if isinstance(address, bytes) or len(sockets) == 1 else sockets[1]
+    try:
+        sender.sendto(b"!", address)
+    except OSError:  # full queue: it is rung already; gone or unreachable: its timer wakes it
+        return
+
+
+def connect(world: Transport, node: Transport) -> Doorbell:
+    """Set the bells up; collective and blocking, at start.
+
+    Args:
+        world: all ranks.
+        node: the ranks of this node.
+    """
+    sockets, address = _local_bell(world.rank)
+    nodes_differ = any(size != world.size for size in world.all_gather_now(node.size))
+    udp_address = None
+    if nodes_differ or not isinstance(address, bytes):
+        udp, udp_address = _udp_bell()
+        sockets.append(udp)
+    everyone = world.all_gather_now((address, udp_address))
+    neighbours = {world_rank for world_rank, _ in node.all_gather_now((world.rank, None))}
+    addresses = [near if rank in neighbours and near else far for rank, (near, far) in enumerate(everyone)]
+    flags = _shared_flags(node, world.size)
+    if node.rank == 0:
+        for rank in range(world.size):
+            flags[rank] = AWAKE if rank in neighbours else REMOTE
+    node.all_gather_now(None)
+    return DatagramDoorbell(world.rank, flags, sockets, addresses)
+
+
+def _local_bell(rank: int) -> tuple[list[socket.socket], bytes | None]:
+    """A UNIX datagram socket with a name outside the file system: nothing is left behind."""
+    if sys.platform != "linux":
+        return [], None
+    bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    address = f"\0mpdist-{os.getuid()}-{secrets.token_hex(8)}-{rank}".encode()
+    bell.bind(address)
+    bell.setblocking(False)
+    return [bell], address
+
+
+def _udp_bell() -> tuple[socket.socket, tuple[str, int]]:
+    bell = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        host = socket.gethostbyname(socket.gethostname())
+        bell.bind((host, 0))
+    except OSError:  # a host that does not know its own name: only ranks beside it can ring
+        host = "127.0.0.1"
+        bell.bind((host, 0))
+    bell.setblocking(False)
+    return bell, (host, bell.getsockname()[1])
+
+
+def _shared_flags(node: Transport, size: int) -> mmap.mmap:
+    """One byte for each rank of the world, the same memory for all ranks of this node."""
+    nbytes = max(size, 1)
+    if node.rank == 0:
+        descriptor, unlink = _nameless_file(nbytes)
+        node.all_gather_now((f"/proc/{os.getpid()}/fd/{descriptor}", unlink))
+    else:
+        descriptor = -1
+        paths = node.all_gather_now(None)[0]
+        for path in paths:
+            try:
+                descriptor = os.open(path, os.O_RDWR) if path and descriptor < 0 else descriptor
+            except OSError:
+                continue
+        unlink = ""
+    opened = all(node.all_gather_now(descriptor >= 0))
+    if unlink:
+        os.unlink(unlink)
+    flags = mmap.mmap(descriptor, nbytes) if opened else mmap.mmap(-1, nbytes)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return flags
+
+
+def _nameless_file(nbytes: int) -> tuple[int, str]:
+    """A file in memory, and its path where it needs one."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("mpdist-doorbell")
+        path = ""
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="mpdist-doorbell-")
+    os.ftruncate(descriptor, nbytes)
+    return descriptor, path

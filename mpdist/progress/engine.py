@@ -1,0 +1,377 @@
+"""Engine: drives all pending operations of this process.
+
+MPI makes progress only inside its calls, and has no file descriptor to sleep
+on. The Engine holds every pending Work in a strong table (a request that is
+dropped while pending corrupts memory) and looks at them in one of four ways:
+
+    inline   an await drives a bounded number of times before its task is parked
+    hot      one callback of the event loop drives everything, every turn
+    asleep   a timer looks now and then; a peer that sends rings the doorbell
+    wait()   a thread without a loop drives; so does the progress thread
+
+Whoever drives holds `lock`; callbacks of finished Works run after its release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from mpdist.errors import UsageError
+from mpdist.progress.backoff import TURN_CREDIT, Backoff
+from mpdist.progress.doorbell import Doorbell, SilentDoorbell
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel, Check
+    from mpdist.progress.work import Work
+
+# A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
+WINDOW = 32
+
+
+class Engine:
+    """Pending operations <-> whoever waits for them.
+
+    Attributes:
+        credit: what may still complete inside awaits before the loop gets a real turn.
+        active: Works that have something to test.
+        listening: channels with posted receives.
+        later: Works to be looked at by the next drive.
+        finished: Works whose callbacks are still to run.
+        channels: all open channels.
+        meeting: channel of the world that carries nothing but the making of subgroups.
+        creating: communicators being made.
+        nodes: for each rank of the world, which node it is on.
+        is_threaded: whether MPI may be called from several threads.
+        check: wraps the steps of each collective; the debug mode.
+        on_limit: told of a Work with a limit of its own, or of changed timeouts.
+        moves: drives that moved anything, for whoever watches.
+    """
+
+    meeting: Channel
+
+    def __init__(self, backoff: Backoff | None = None, doorbell: Doorbell | None = None) -> None:
+        self.backoff = backoff or Backoff()
+        self.doorbell: Doorbell = doorbell or SilentDoorbell()
+        self.lock = threading.RLock()
+        self.credit = TURN_CREDIT
+        self.active: deque[Work[Any]] = deque()
+        self.later: deque[Work[Any]] = deque()
+        self.listening: list[Channel] = []
+        self.finished: deque[Work[Any]] = deque()
+        self.channels: list[Channel] = []
+        self.creating = 0
+        self.nodes: Sequence[int] = (0,)
+        self.is_threaded = True
+        self.allow_pickle = True
+        self.check: Check | None = None
+        self.on_limit: Callable[[Work[Any] | None], None] | None = None
+        self.moves = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._ticking = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._asleep = False
+        self._last_move = 0.0
+        self._thread: ProgressThread | None = None
+
+    # ------------------------------------------------------------------ driving
+
+    def drive(self) -> bool:
+        """Look once at everything; True if anything moved."""
+        moved = False
+        with self.lock:
+            while self.later:
+                self.later.popleft()._poll()
+                moved = True
+            if self.listening:
+                moved = self._listen() or moved
+            active = self.active
+            for _ in range(min(len(active), WINDOW)):
+                work = active.popleft()
+                if work._poll():
+                    moved = True
+                else:
+                    active.append(work)
+            if moved:
+                self.moves += 1
+        if self.finished:
+            self.flush()
+        return moved
+
+    def _listen(self) -> bool:
+        moved = False
+        idle = False
+        for channel in self.listening:
+            if channel.box.receives:
+                moved = channel.poll() or moved
+            else:
+                idle = True
+        if idle:
+            for channel in self.listening:
+                channel.is_listening = bool(channel.box.receives)
+            self.listening = [channel for channel in self.listening if channel.is_listening]
+        return moved
+
+    def drive_inline(self, work: Work[Any]) -> bool:
+        """Drive for one awaiting task, a bounded number of times; True when its Work is done."""
+        self.lock.acquire()
+        try:
+            if self.backoff.yields:
+                self._poll_and_yield(work)
+            else:
+                poll = work._poll
+                for _ in range(self.backoff.inline_polls):
+                    if poll():
+                        break
+            active = self.active
+            if active and active[-1] is work and work._done and work._poll():
+                active.pop()
+        finally:
+            self.lock.release()
+        if self.finished:
+            self.flush()
+        if len(self.active) > 2 * WINDOW:  # works that ended inside awaits are still listed
+            self.drive()
+        return work._done
+
+    def _poll_and_yield(self, work: Work[Any]) -> None:
+        for _ in range(self.backoff.inline_polls):
+            if work._done or work._poll():
+                return
+            os.sched_yield()
+
+    def flush(self) -> None:
+        """Hand the callbacks of finished Works to their loop, or run those that have none."""
+        thread = threading.get_ident()
+        while self.finished:
+            work = self.finished.popleft()
+            callbacks, work._callbacks = work._callbacks or [], None
+            for fn, context, loop in callbacks:
+                if loop is None:
+                    fn(work)
+                elif loop.is_closed():
+                    continue
+                elif loop is self._loop and thread == self._loop_thread:
+                    loop.call_soon(fn, work, context=context)
+                else:
+                    loop.call_soon_threadsafe(fn, work, context=context)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is pending."""
+        return not (self.active or self.later or any(channel.box.receives for channel in self.listening))
+
+    def pending(self) -> Iterator[Work[Any]]:
+        """All Works that are not done; a snapshot for texts and timeouts."""
+        yield from (work for work in [*self.active, *self.later] if not work._done)
+        for channel in list(self.channels):
+            yield from channel.pending()
+
+    # ------------------------------------------------------------------ waiting in an event loop
+
+    def park(self, work: Work[Any]) -> Generator[Any, None, None]:
+        """Suspend the awaiting task until its Work is done."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+
+        def wake(_: Work[Any]) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        work.add_done_callback(wake)
+        try:
+            yield from waiter
+        finally:
+            if not work._done:
+                work.remove_done_callback(wake)
+
+    def ensure_ticking(self) -> None:
+        """See to it that the loop, if one runs, drives what is pending."""
+        if self._ticking:
+            return
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            self._nudge()
+            return
+        if loop is not self._loop:
+            self._adopt(loop)
+        self._ticking = True
+        self._last_move = monotonic()
+        loop.call_soon(self._tick)
+
+    def _nudge(self) -> None:
+        """Posted outside the loop's thread: whoever may be asleep is to look."""
+        loop = self._loop
+        if loop is not None and loop.is_running() and threading.get_ident() != self._loop_thread:
+            loop.call_soon_threadsafe(self.ensure_ticking)
+        if self._thread is not None:
+            self._thread.nudge()
+
+    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        old = self._loop
+        if old is not None and not old.is_closed() and old.is_running():
+            raise UsageError(
+                f"operations are awaited in two running event loops, {old!r} and {loop!r}; await in one of them, "
+                "and use work.wait() in other threads"
+            )
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+
+    def _tick(self) -> None:
+        """One turn of the loop: drive, then come again soon or sleep."""
+        loop = self._loop
+        assert loop is not None
+        self._timer = None
+        if self._asleep:
+            self._wake_up(loop)
+        self.credit = TURN_CREDIT
+        now = monotonic()
+        if self.drive():
+            self._last_move = now
+        if self.is_idle():
+            self._ticking = False
+            return
+        delay = self.backoff.delay(now - self._last_move)
+        if delay == 0.0:
+            if self.backoff.yields:
+                os.sched_yield()
+            loop.call_soon(self._tick)
+            return
+        self._sleep(loop, delay)
+
+    def _sleep(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
+        self._asleep = True
+        self.doorbell.sleep()
+        if self.drive():  # what came before peers could see that we sleep
+            self._last_move = monotonic()
+            self._wake_up(loop)
+            loop.call_soon(self._tick)
+            return
+        if self.doorbell.fileno() >= 0:
+            loop.add_reader(self.doorbell.fileno(), self._rung)
+        self._timer = loop.call_later(delay, self._tick)
+
+    def _rung(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._last_move = monotonic()
+        self._tick()
+
+    def _wake_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._asleep = False
+        self.doorbell.wake()
+        if self.doorbell.fileno() >= 0:
+            loop.remove_reader(self.doorbell.fileno())
+
+    def detach_loop(self) -> None:
+        """Forget the loop: it is about to end, or has ended."""
+        loop = self._loop
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._asleep and loop is not None and not loop.is_closed():
+            self._wake_up(loop)
+        self._asleep = self._ticking = False
+        self._loop = None
+
+    # ------------------------------------------------------------------ waiting without a loop
+
+    def wait(self, work: Work[Any], timeout: float | None = None) -> bool:
+        """Drive until the Work is done; False if `timeout` seconds have passed."""
+        return self.drive_while(lambda: not work._done, timeout, work)
+
+    def drive_while(self, waiting: Callable[[], bool], timeout: float | None = None, work: Work[Any] | None = None) -> bool:
+        """Drive until `waiting()` is False; False if `timeout` seconds have passed."""
+        if work is not None and self.drive_inline(work):
+            return True
+        last = now = monotonic()
+        end = None if timeout is None else now + timeout
+        while waiting():
+            if self.drive():
+                last = monotonic()
+                continue
+            now = monotonic()
+            if end is not None and now >= end:
+                return not waiting()
+            delay = self.backoff.delay(now - last)
+            if end is not None:
+                delay = min(delay, end - now)
+            if delay == 0.0:
+                os.sched_yield()
+            elif self.doorbell.nap(delay, self.drive):
+                last = monotonic()
+        return True
+
+    # ------------------------------------------------------------------ limits, threads, end
+
+    def limit(self, work: Work[Any]) -> None:
+        """Watch a Work that has a limit of its own."""
+        if self.on_limit is not None:
+            self.on_limit(work)
+
+    def timeouts_changed(self) -> None:
+        """A communicator has a new timeout."""
+        if self.on_limit is not None:
+            self.on_limit(None)
+
+    def fail_later(self, work: Work[Any], error: BaseException) -> None:
+        """Fail a pending Work; from any thread."""
+        with self.lock:
+            if not work._done:
+                work._expire(error)
+        self.flush()
+
+    def start_thread(self) -> None:
+        """Drive in a thread of its own too, so that operations advance while Python computes."""
+        if self._thread is None:
+            self._thread = ProgressThread(self)
+            self._thread.start()
+
+    def stop_thread(self) -> None:
+        """End the progress thread."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+
+class ProgressThread(threading.Thread):
+    """Drives the Engine while somebody else computes.
+
+    It never spins in bytecode: beside such a thread Python code elsewhere runs at a fraction of its
+    speed. Between two looks it sleeps, which gives the GIL away.
+    """
+
+    # Shorter sleeps cost the computing thread more than they save: 300 hooks beside 20 us took 3.6 ms, beside a spin 2410 ms.
+    NAP_SECONDS = 20e-6
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(name="mpdist-progress", daemon=True)
+        self._engine = engine
+        self._work = threading.Event()
+        self._ending = False
+
+    def nudge(self) -> None:
+        self._work.set()
+
+    def stop(self) -> None:
+        self._ending = True
+        self._work.set()
+        self.join()
+
+    def run(self) -> None:
+        last = monotonic()
+        while not self._ending:
+            if self._engine.is_idle():
+                self._work.wait(0.005)
+                self._work.clear()
+                last = monotonic()
+            elif self._engine.drive():
+                last = monotonic()
+            else:
+                time.sleep(max(self.NAP_SECONDS, self._engine.backoff.delay(monotonic() - last)))

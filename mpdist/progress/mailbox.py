@@ -1,0 +1,187 @@
+"""Mailbox: which receive gets which message. Data in, data out, no MPI.
+
+MPI's rule: a message goes to the earliest posted receive that it matches, a
+receive takes the earliest arrived message that it matches. Receives wait under
+their own pattern, so a message looks at no more than four queues; messages that
+nobody wants yet wait under all four patterns that may ask for them, and are
+dropped from three of them lazily.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Generic, Protocol, TypeVar
+
+ANY: Final = -1
+"""Pattern that matches every source or tag; never seen by the user."""
+
+_Key = tuple[int, int]
+
+
+class Entry(Protocol):
+    """What waits in a mailbox. The mailbox owns `order`: > 0 while it waits, 0 when it does not."""
+
+    src: int
+    tag: int
+    order: int
+
+
+R = TypeVar("R", bound=Entry)
+M = TypeVar("M", bound=Entry)
+
+
+class Mailbox(Generic[R, M]):
+    """Posted receives and unclaimed messages of one communicator.
+
+    Attributes:
+        receives: number of receives waiting.
+        messages: number of messages waiting.
+    """
+
+    def __init__(self) -> None:
+        self.receives = 0
+        self.messages = 0
+        self._clock = 0
+        self._posted: dict[_Key, deque[R]] = {}
+        self._patterns = 0  # posted receives with a wildcard
+        self._withdrawn = 0  # receives still in a queue that do not wait any more
+        self._kept: dict[_Key, deque[M]] = {}
+        self._stale = 0  # places in the queues of messages that were taken
+
+    # ------------------------------------------------------------------ receives
+
+    def post(self, receive: R) -> None:
+        """Let a receive wait."""
+        self._clock += 1
+        receive.order = self._clock
+        self.receives += 1
+        key = (receive.src, receive.tag)
+        queue = self._posted.get(key)
+        if queue is None:
+            queue = self._posted[key] = deque()
+        queue.append(receive)
+        if receive.src < 0 or receive.tag < 0:
+            self._patterns += 1
+
+    def match(self, src: int, tag: int) -> R | None:
+        """Take the earliest posted receive for a message from `src` with `tag`."""
+        if not self.receives:
+            return None
+        if self._patterns:
+            return self._match_patterns(src, tag)
+        queue = self._posted.get((src, tag))
+        if queue is None:
+            return None
+        return self._pop(queue, (src, tag))
+
+    def _match_patterns(self, src: int, tag: int) -> R | None:
+        best: tuple[int, _Key] | None = None
+        for key in _keys(src, tag):
+            queue = self._posted.get(key)
+            while queue and queue[0].order <= 0:
+                queue.popleft()
+            if queue and (best is None or queue[0].order < best[0]):
+                best = (queue[0].order, key)
+        return None if best is None else self._pop(self._posted[best[1]], best[1])
+
+    def _pop(self, queue: deque[R], key: _Key) -> R | None:
+        while queue:
+            receive = queue.popleft()
+            if receive.order > 0:
+                self._leave(receive)
+                if not queue:
+                    del self._posted[key]
+                return receive
+        del self._posted[key]
+        return None
+
+    def _leave(self, receive: R) -> None:
+        receive.order = 0
+        self.receives -= 1
+        if receive.src < 0 or receive.tag < 0:
+            self._patterns -= 1
+
+    def withdraw(self, receive: R) -> bool:
+        """Take a waiting receive back; False if it does not wait any more."""
+        if receive.order <= 0:
+            return False
+        self._leave(receive)
+        self._withdrawn += 1
+        if self._withdrawn > 64 + self.receives:
+            self._sweep()
+        return True
+
+    def _sweep(self) -> None:
+        """Drop withdrawn receives; as rare as there are waiting ones, so each costs O(1)."""
+        self._withdrawn = 0
+        for key, queue in list(self._posted.items()):
+            live = deque(receive for receive in queue if receive.order > 0)
+            if live:
+                self._posted[key] = live
+            else:
+                del self._posted[key]
+
+    def waiting(self) -> Iterator[R]:
+        """The receives that wait."""
+        for queue in list(self._posted.values()):
+            yield from (receive for receive in list(queue) if receive.order > 0)
+
+    # ------------------------------------------------------------------ messages
+
+    def keep(self, message: M) -> None:
+        """Let a message wait that no receive wants yet."""
+        self._clock += 1
+        message.order = self._clock
+        self.messages += 1
+        for key in _keys(message.src, message.tag):
+            queue = self._kept.get(key)
+            if queue is None:
+                queue = self._kept[key] = deque()
+            queue.append(message)
+
+    def find(self, src: int, tag: int) -> M | None:
+        """The earliest kept message for a receive with this pattern; it stays."""
+        queue = self._kept.get((src, tag))
+        while queue:
+            if queue[0].order > 0:
+                return queue[0]
+            queue.popleft()
+            self._stale -= 1
+        return None
+
+    def remove(self, message: M) -> None:
+        """Take a kept message out."""
+        message.order = -message.order  # remembered for `restore`
+        self.messages -= 1
+        self._stale += 4
+        if self._stale > 64 + 8 * self.messages:
+            self._rebuild(sorted(self.unclaimed(), key=lambda kept: kept.order))
+
+    def restore(self, message: M) -> None:
+        """Put a message back where it was: its receive was cancelled."""
+        message.order = -message.order if message.order < 0 else message.order
+        self.messages += 1
+        waiting = {id(kept): kept for kept in self.unclaimed()}
+        waiting[id(message)] = message
+        self._rebuild(sorted(waiting.values(), key=lambda kept: kept.order))
+
+    def _rebuild(self, messages: list[M]) -> None:
+        self._kept.clear()
+        self._stale = 0
+        for message in messages:
+            for key in _keys(message.src, message.tag):
+                self._kept.setdefault(key, deque()).append(message)
+
+    def unclaimed(self) -> Iterator[M]:
+        """The messages that nobody has received, in order of arrival."""
+        return (message for message in list(self._kept.get((ANY, ANY), ())) if message.order > 0)
+
+    def next_order(self) -> int:
+        """The place of a message that arrives now and is not kept, in case it must be restored."""
+        self._clock += 1
+        return self._clock
+
+
+def _keys(src: int, tag: int) -> tuple[_Key, _Key, _Key, _Key]:
+    return (src, tag), (src, ANY), (ANY, tag), (ANY, ANY)

@@ -1,0 +1,53 @@
+"""SendReceive: a send and a receive as one Work."""
+
+from __future__ import annotations
+
+from mpdist.progress.message import Message
+from mpdist.progress.work import Work
+
+
+class SendReceive(Work[Message]):
+    """Done when both are; its result is the received Message."""
+
+    op = "sendrecv"
+
+    def __init__(self, receive: Work[Message], send: Work[None]) -> None:
+        self._channel = receive._channel
+        self._receive = receive
+        self._send = send
+        for part in (receive, send):
+            if not part._done:
+                part.add_done_callback(self._part_done)
+        self._part_done()
+
+    def _part_done(self, _: object = None) -> None:
+        if self._done or not self._receive._done:
+            return
+        error = self._receive._error
+        if error is not None and not self._receive._cancelled:
+            self._fail(self._receive._seen_error())
+        elif self._receive._cancelled:
+            self._withdraw()
+        elif self._send._done:
+            if self._send._error is not None:
+                self._fail(self._send._seen_error())
+            else:
+                self._finish(self._receive._result)
+        self._channel.engine.flush()
+
+    def _poll(self) -> bool:
+        if not self._receive._done:
+            self._receive._poll()
+        if not self._send._done:
+            self._send._poll()
+        self._part_done()
+        return self._done
+
+    def _abandon(self) -> None:
+        self._receive._abandon()
+
+    def cancel(self, msg: object = None) -> bool:
+        return self._receive.cancel(msg)
+
+    def details(self) -> str:
+        return f"{self._send.describe()} and {self._receive.describe()}"

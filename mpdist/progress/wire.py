@@ -1,0 +1,90 @@
+"""Wire format of a point-to-point message: what its MPI tag says, and how a large one is cut.
+
+The MPI tag carries the user's tag and a code: the element type, or that the
+bytes are a pickle, or that pieces follow. So a receiver knows type and size
+before it touches its buffer, and no header costs a copy.
+
+    wire tag = tag << 9 | code          tag < 2**20, so MPICH's limit of 2**29 holds
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+CODE_BITS = 9
+CODE_MASK = (1 << CODE_BITS) - 1
+MAX_TAG = 2**20 - 1
+
+# Codes 1-31: elements of that type, the whole array in one message.
+ARRAY_IN_PIECES = 32  # + element code: the message holds the array's nbytes, the data follow as PIECEs
+OBJECT = 64  # a pickle, then its out-of-band buffers, in one message
+OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs
+PIECE = 66  # a part of the last message with pieces of the same source and tag
+
+# Open MPI refuses messages of 2**31 bytes and more.
+PIECE_BYTES = 2**30
+
+# Where arrays may start inside an object's message.
+ALIGNMENT = 64
+
+_SIZE = struct.Struct("<Q")
+
+
+def wire_tag(tag: int, code: int) -> int:
+    """The MPI tag of a message."""
+    return tag << CODE_BITS | code
+
+
+def max_tag(limit: int) -> int:
+    """The largest user tag where MPI's tags end at `limit`."""
+    return min(MAX_TAG, (limit >> CODE_BITS) - 1)
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """Sizes of the pieces in which `nbytes` travel."""
+    whole, rest = divmod(nbytes, PIECE_BYTES)
+    return [PIECE_BYTES] * whole + [rest] * (rest > 0)
+
+
+def pack_size(nbytes: int) -> bytes:
+    """First message of an array in pieces."""
+    return _SIZE.pack(nbytes)
+
+
+def unpack_size(head: bytes | bytearray | memoryview) -> int:
+    """Inverse of pack_size."""
+    return int(_SIZE.unpack(head)[0])
+
+
+def _layout(sizes: Sequence[int]) -> list[int]:
+    """Where frames of these sizes start behind the table, each aligned for any element type."""
+    offset = _SIZE.size * (len(sizes) + 1)
+    starts = []
+    for size in sizes:
+        offset += -offset % ALIGNMENT
+        starts.append(offset)
+        offset += size
+    return starts
+
+
+def pack_frames(frames: Sequence[memoryview], *, inline: bool) -> bytearray:
+    """The table of sizes and frame 0, the pickle; with `inline` all the others too."""
+    sizes = [frame.nbytes for frame in frames]
+    message = bytearray(struct.pack(f"<{len(sizes) + 1}Q", len(sizes), *sizes))
+    for frame, start in zip(frames if inline else frames[:1], _layout(sizes), strict=False):
+        message += bytes(start - len(message))
+        message += frame
+    return message
+
+
+def unpack_table(message: memoryview) -> list[int]:
+    """Sizes of all frames, the pickle's first."""
+    number = int(_SIZE.unpack_from(message)[0])
+    return list(struct.unpack_from(f"<{number}Q", message, _SIZE.size))
+
+
+def frame(message: memoryview, sizes: Sequence[int], index: int) -> memoryview:
+    """A frame that lies in the message, without copy."""
+    start = _layout(sizes)[index]
+    return message[start : start + sizes[index]]

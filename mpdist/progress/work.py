@@ -1,0 +1,239 @@
+"""Work: one posted operation, to be awaited, waited for, or asked.
+
+A Work is not an asyncio.Future, on purpose. `asyncio.gather`, `wait_for` and
+`as_completed` wrap what is not a Future in a Task, and cancelling that Task ends
+the await and leaves the operation alone, which is what MPI needs: a send or a
+collective that was posted will happen. `asyncio.wait` takes a Work as it is.
+
+Attributes that most Works never set have their default on the class, so that
+posting stores only what differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mpdist.errors import UsageError, WorkTimeout
+from mpdist.progress.backoff import TURN_CREDIT
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+
+T = TypeVar("T")
+Callback = tuple[Callable[["Work[Any]"], object], contextvars.Context | None, asyncio.AbstractEventLoop | None]
+
+
+class Unseen:
+    """Reports an error when it is collected before somebody looked at it."""
+
+    def __init__(self, text: str, error: BaseException) -> None:
+        self.text = text
+        self.error: BaseException | None = error
+
+    def __del__(self) -> None:
+        if self.error is not None and not sys.is_finalizing():
+            print(f"mpdist: {self.text} failed and nobody looked at it: {_describe(self.error)}", file=sys.stderr)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Work(Generic[T]):
+    """A posted operation and, later, its result.
+
+    `await work` in a coroutine, any number of times; `work.wait()` where no event loop
+    runs. Until it is done its buffers belong to mpdist: they are kept alive, and must not be changed.
+    """
+
+    op = "work"
+    sequence = 0
+    _done = False
+    _cancelled = False
+    _result: T
+    _error: BaseException | None = None
+    _callbacks: list[Callback] | None = None
+    _unseen: Unseen | None = None
+    limit: float | None = None
+    """Seconds it may take, counted from `since`; None: the communicator's timeout."""
+    since: float | None = None
+    """When it was first seen pending (monotonic clock), for the diagnosis."""
+    site: str = ""
+    """The caller's line, where it was recorded."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    # ------------------------------------------------------------------ waiting
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            engine = self._channel.engine
+            try:
+                if engine.credit <= 0:
+                    yield
+                    engine.credit = TURN_CREDIT
+                if not engine.drive_inline(self):
+                    yield from engine.park(self)
+            except BaseException:  # cancelled, or the coroutine was thrown away
+                self._abandon()
+                raise
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait without an event loop and return the result.
+
+        Args:
+            timeout: seconds; when they have passed a receive is withdrawn, anything else stays pending.
+
+        Raises:
+            UsageError: an event loop runs in this thread: await it instead.
+            WorkTimeout: not done in time.
+        """
+        if not self._done:
+            if asyncio._get_running_loop() is not None:
+                raise UsageError(
+                    f"wait() for {self.describe()} was called on the thread of a running event loop, "
+                    "which would stand still: write `await work`"
+                )
+            if not self._channel.engine.wait(self, timeout):
+                self._abandon()
+                raise WorkTimeout(f"{self.describe()} is not done after {timeout:g} s", work=self)
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def within(self, seconds: float) -> Work[T]:
+        """Fail with WorkTimeout unless done within `seconds` from now; returns itself.
+
+        The text says who is waited for. A receive is withdrawn and all stays usable; after a
+        collective the communicator refuses further use, for its ranks are out of step.
+        """
+        if not seconds > 0:
+            raise UsageError(f"within() needs a positive number of seconds, got {seconds!r}")
+        self.limit = seconds
+        self.since = monotonic()
+        self._channel.engine.limit(self)
+        return self
+
+    def forget(self) -> None:
+        """Nobody will look at it: its failure is not reported, for it was told otherwise."""
+        self.add_done_callback(lambda work: work._error is not None and work._seen_error())
+
+    # ------------------------------------------------------------------ asking, as asyncio.Future has it
+
+    def done(self) -> bool:
+        """Whether it is complete, failed or cancelled."""
+        return self._done
+
+    def cancelled(self) -> bool:
+        """Whether it was a receive that was withdrawn."""
+        return self._cancelled
+
+    def result(self) -> T:
+        """The result, or the error raised; asyncio.InvalidStateError while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self.describe()} is not done")
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def exception(self) -> BaseException | None:
+        """The error, or None; asyncio.InvalidStateError while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self.describe()} is not done")
+        if self._cancelled:
+            raise self._seen_error()
+        return None if self._error is None else self._seen_error()
+
+    def cancel(self, msg: object = None) -> bool:
+        """Withdraw a receive that no message has met; False for everything else, which goes on."""
+        return False
+
+    def add_done_callback(
+        self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None
+    ) -> None:
+        """Call `fn(work)` when done: by the running loop if there is one, else on the thread that notices."""
+        engine = self._channel.engine
+        loop = asyncio._get_running_loop()
+        with engine.lock:
+            if self._callbacks is None:
+                self._callbacks = []
+            self._callbacks.append((fn, context, loop))
+            if self._done:
+                engine.finished.append(self)
+        if self._done:
+            engine.flush()
+        else:
+            engine.ensure_ticking()
+
+    def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
+        """Forget a callback; returns how many were removed."""
+        with self._channel.engine.lock:
+            before = self._callbacks or []
+            self._callbacks = [callback for callback in before if callback[0] != fn]
+            return len(before) - len(self._callbacks)
+
+    # ------------------------------------------------------------------ for the Engine
+
+    def _poll(self) -> bool:
+        """Look once whether it has moved on; True when MPI is done with it. Under the Engine's lock."""
+        raise NotImplementedError
+
+    def _abandon(self) -> None:
+        """The await ended early; sends and collectives go on without it."""
+
+    def _expire(self, error: BaseException) -> None:
+        """It took too long; what MPI still needs stays in the Engine's table."""
+        self._fail(error)
+
+    def _finish(self, result: T) -> None:
+        self._result = result
+        self._done = True
+        if self._callbacks is not None:
+            self._channel.engine.finished.append(self)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._unseen = Unseen(self.describe(), error)
+        self._done = True
+        if self._callbacks is not None:
+            self._channel.engine.finished.append(self)
+
+    def _withdraw(self) -> None:
+        self._error = asyncio.CancelledError(f"{self.describe()} was withdrawn")
+        self._cancelled = self._done = True
+        if self._callbacks is not None:
+            self._channel.engine.finished.append(self)
+
+    def _seen_error(self) -> BaseException:
+        if self._unseen is not None:
+            self._unseen.error = None
+        assert self._error is not None
+        return self._error
+
+    # ------------------------------------------------------------------ words
+
+    def details(self) -> str:
+        """What it carries, for texts."""
+        return ""
+
+    def describe(self) -> str:
+        """`all_reduce float32 x 1024 sum #41 on 'world' (rank 0 of 4)`."""
+        channel = self._channel
+        number = f" #{self.sequence}" if self.sequence else ""
+        details = self.details()
+        return f"{self.op}{details and ' ' + details}{number} on {channel.where()}"
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self._done:
+            state = "cancelled" if self._cancelled else "failed" if self._error is not None else "done"
+        return f"<Work {self.describe()}, {state}>"

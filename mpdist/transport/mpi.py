@@ -1,0 +1,350 @@
+"""The MPI library: start, stop, abort, and one communicator's calls in mpdist's words.
+
+The only home of mpi4py; importing this module starts MPI, so everybody else imports it late. A Transport is a thin, non-blocking view of one MPI
+communicator: it takes Buffers, posts, and returns a Request whose `Test()` says
+whether it is complete. It keeps nothing alive: buffers and requests belong to
+the Engine until MPI is done with them.
+
+Two limits are hidden here. Open MPI counts with 32-bit integers, so larger
+blocks travel as one element of a derived type, and larger reductions in slices.
+bool is not a type that MPI adds, so its min, max and bitwise forms become logical.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import mpi4py
+import numpy as np
+
+# The end of the job is decided by the ranks' agreement, not by mpi4py's atexit handler, in which a failed rank
+# would wait for all others for ever.
+if "mpi4py.MPI" not in sys.modules:
+    mpi4py.rc.finalize = False
+from mpi4py import MPI
+
+from mpdist.errors import Unavailable
+from mpdist.memory import Buffer, Element, as_buffer
+
+# Open MPI 5 has MPI 3.1's 32-bit counts; the slices are kept the same on every MPI.
+MAX_COUNT = 2**31 - 1
+SLICE_COUNT = 2**30
+
+
+class Request(Protocol):
+    """A posted operation."""
+
+    def Test(self) -> bool:
+        """Whether it is complete; making progress on the way."""
+
+
+class Requests:
+    """Several requests as one."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def Test(self) -> bool:
+        while self._requests and self._requests[-1].Test():
+            self._requests.pop()
+        return not self._requests
+
+
+_DATATYPES: dict[str, MPI.Datatype] = {
+    "bool": MPI.C_BOOL,
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+}
+
+_OPS: dict[str, MPI.Op] = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+    "land": MPI.LAND,
+    "lor": MPI.LOR,
+    "lxor": MPI.LXOR,
+}
+_BOOL_OPS = {**_OPS, "min": MPI.LAND, "max": MPI.LOR, "band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
+
+
+@lru_cache(maxsize=64)
+def _giant(nbytes: int) -> MPI.Datatype:
+    """A type of `nbytes` contiguous bytes, more than a 32-bit count can say."""
+    whole, rest = divmod(nbytes, SLICE_COUNT)
+    piece = MPI.BYTE.Create_contiguous(SLICE_COUNT)
+    body = piece.Create_contiguous(whole)
+    giant = MPI.Datatype.Create_struct([1, rest], [0, whole * SLICE_COUNT], [body, MPI.BYTE]).Create_resized(0, nbytes)
+    giant.Commit()
+    return giant
+
+
+def memory_of(buffer: Buffer) -> Any:
+    """The buffer as an object that mpi4py takes together with an explicit count and type."""
+    exporter = buffer.exporter
+    if exporter is not None:
+        return exporter
+    return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
+
+
+
+class Transport:
+    """Non-blocking calls on one MPI communicator.
+
+    `isend([memory, nbytes, byte], dst, wire_tag)` and `improbe(any_source, any_tag, status)` are mpi4py's
+    own methods: they are called once per message, where a wrapper would show.
+    """
+
+    any_source: int = MPI.ANY_SOURCE
+    any_tag: int = MPI.ANY_TAG
+    byte: object = MPI.BYTE
+    failure: type[Exception] = MPI.Exception
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+        self.status = MPI.Status()
+        self.isend: Callable[[list[Any], int, int], Request] = comm.Isend
+        self.improbe: Callable[[int, int, Any], Any] = comm.Improbe
+
+    @staticmethod
+    def memory_of(buffer: Buffer) -> Any:
+        """The buffer as an object that mpi4py takes together with an explicit count and type."""
+        return memory_of(buffer)
+
+    @staticmethod
+    def can_reduce(element: Element) -> bool:
+        """Whether MPI itself reduces this type; the half types are widened by us instead."""
+        return element.name in _DATATYPES
+
+    # ------------------------------------------------------------------ collectives
+
+    def ibarrier(self) -> Request:
+        return self.comm.Ibarrier()
+
+    def ibroadcast(self, buffer: Buffer, src: int) -> Request:
+        return self.comm.Ibcast(_whole(buffer), src)
+
+    def iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
+        """Reduce x into out; x None: in place."""
+
+        def post(source: Any, target: Any) -> Request:
+            return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, _op(op, out))
+
+        return _sliced(post, x, out)
+
+    def ireduce(self, x: Buffer, out: Buffer | None, op: str, dst: int) -> Request:
+        def post(source: Any, target: Any) -> Request:
+            return self.comm.Ireduce(source, target, _op(op, x), dst)
+
+        return _sliced(post, x, out)
+
+    def iscan(self, x: Buffer, out: Buffer, op: str) -> Request:
+        return _sliced(lambda source, target: self.comm.Iscan(source, target, _op(op, x)), x, out)
+
+    def iexscan(self, x: Buffer, out: Buffer, op: str) -> Request:
+        return _sliced(lambda source, target: self.comm.Iexscan(source, target, _op(op, x)), x, out)
+
+    def ireduce_scatter(self, x: Buffer, out: Buffer, op: str) -> Request:
+        """Reduce x (size * out.count elements); rank r keeps block r."""
+        if out.count <= SLICE_COUNT:
+            return self.comm.Ireduce_scatter_block(_typed(x), _typed(out), _op(op, x))
+        whole = x.array()
+        blocks = [whole[r * out.count : (r + 1) * out.count] for r in range(self.size)]
+        return Requests([self._reduce_block(blocks[r], out if r == self.rank else None, op, r) for r in range(self.size)])
+
+    def _reduce_block(self, block: np.ndarray, out: Buffer | None, op: str, dst: int) -> Request:
+        return self.ireduce(as_buffer(block), out, op, dst)
+
+    def igather(self, x: Buffer, out: Buffer | None, dst: int) -> Request:
+        return self.comm.Igather(_whole(x), None if out is None else _blocks(out, x.nbytes), dst)
+
+    def iscatter(self, x: Buffer | None, out: Buffer, src: int) -> Request:
+        return self.comm.Iscatter(None if x is None else _blocks(x, out.nbytes), _whole(out), src)
+
+    def iall_gather(self, x: Buffer, out: Buffer) -> Request:
+        return self.comm.Iallgather(_whole(x), _blocks(out, x.nbytes))
+
+    def iall_to_all(self, x: Buffer, out: Buffer) -> Request:
+        return self.comm.Ialltoall(_blocks(x, x.nbytes // self.size), _blocks(out, out.nbytes // self.size))
+
+    # ------------------------------------------------------------------ uneven blocks, `counts` in units of `unit` bytes
+
+    def igatherv(self, x: Buffer, out: Buffer | None, counts: Sequence[int], unit: int, dst: int) -> Request:
+        return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit), dst)
+
+    def iscatterv(self, x: Buffer | None, counts: Sequence[int], unit: int, out: Buffer, src: int) -> Request:
+        return self.comm.Iscatterv(None if x is None else _uneven(x, counts, unit), _whole(out), src)
+
+    def iall_gatherv(self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int) -> Request:
+        return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit))
+
+    def iall_to_allv(
+        self, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int], unit: int
+    ) -> Request:
+        return self.comm.Ialltoallv(_uneven(x, sent, unit), _uneven(out, received, unit))
+
+    def ireduce_scatterv(self, x: Buffer, out: Buffer, counts: Sequence[int], op: str) -> Request:
+        """Reduce x, cut into blocks of `counts` elements; rank r keeps block r."""
+        return self.comm.Ireduce_scatter(_typed(x), _typed(out), list(counts), _op(op, x))
+
+    # ------------------------------------------------------------------ communicators; these block until all members call
+
+    def dup(self) -> Transport:
+        return Transport(self.comm.Dup())
+
+    def split(self, color: int | None, key: int) -> Transport | None:
+        part = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if part == MPI.COMM_NULL else Transport(part)
+
+    def split_node(self) -> Transport:
+        return Transport(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+
+    def subgroup(self, ranks: Sequence[int], tag: int) -> Transport:
+        """Collective over `ranks` only."""
+        everyone = self.comm.Get_group()
+        members = everyone.Incl(list(ranks))
+        part = self.comm.Create_group(members, tag)
+        members.Free()
+        everyone.Free()
+        return Transport(part)
+
+    def world_ranks(self) -> tuple[int, ...]:
+        """The members' ranks in MPI_COMM_WORLD."""
+        mine, world = self.comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = MPI.Group.Translate_ranks(mine, range(self.size), world)
+        mine.Free()
+        world.Free()
+        return tuple(int(rank) for rank in ranks)
+
+    def all_gather_now(self, item: object) -> list[Any]:
+        """Blocking exchange of small objects, for set-up only."""
+        return self.comm.allgather(item)
+
+    def free(self) -> None:
+        """Give the communicator back; local on both MPIs, nobody is waited for."""
+        if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self.comm.Free()
+
+
+def _op(name: str, buffer: Buffer) -> MPI.Op:
+    return (_BOOL_OPS if buffer.element.kind == "bool" else _OPS)[name]
+
+
+def _typed(buffer: Buffer) -> list[Any]:
+    return [memory_of(buffer), buffer.count, _DATATYPES[buffer.element.name]]
+
+
+def _whole(buffer: Buffer) -> list[Any]:
+    return _blocks(buffer, buffer.nbytes)
+
+
+def _blocks(buffer: Buffer, block_nbytes: int) -> list[Any]:
+    """The buffer as equal blocks; mpi4py wants the size of one."""
+    if block_nbytes <= MAX_COUNT:
+        return [memory_of(buffer), block_nbytes, MPI.BYTE]
+    return [memory_of(buffer), 1, _giant(block_nbytes)]
+
+
+def _uneven(buffer: Buffer, counts: Sequence[int], unit: int) -> list[Any]:
+    """The buffer as blocks of `counts` units, one behind the other."""
+    starts = [0]
+    for count in counts[:-1]:
+        starts.append(starts[-1] + count)
+    if starts[-1] > MAX_COUNT and MPI.VERSION < 4:
+        raise Unavailable(
+            f"uneven blocks of {sum(counts)} elements in all: this MPI counts with 32 bits, so their sum must stay "
+            f"below {MAX_COUNT}; use even blocks, or several calls"
+        )
+    return [memory_of(buffer), (list(counts), starts), _word(unit)]
+
+
+@lru_cache(maxsize=32)
+def _word(nbytes: int) -> MPI.Datatype:
+    """A unit of `nbytes` bytes: with larger units the counts stay small."""
+    return MPI.BYTE if nbytes == 1 else MPI.BYTE.Create_contiguous(nbytes).Commit()
+
+
+def _sliced(post: Callable[[Any, Any], Request], x: Buffer | None, out: Buffer | None) -> Request:
+    """Post an element-wise operation, in slices where the count is too large for one call."""
+    buffer = x if out is None else out
+    assert buffer is not None
+    if buffer.count <= SLICE_COUNT:
+        return post(None if x is None else _typed(x), None if out is None else _typed(out))
+    datatype = _DATATYPES[buffer.element.name]
+
+    def piece(whole: Buffer | None, start: int) -> Any:
+        if whole is None:
+            return None
+        part = whole.array()[start : start + SLICE_COUNT]
+        return [part, part.size, datatype]
+
+    return Requests([post(piece(x, start), piece(out, start)) for start in range(0, buffer.count, SLICE_COUNT)])
+
+
+# ---------------------------------------------------------------------- the library
+
+
+def wrap(comm: object) -> Transport:
+    """A Transport over a duplicate of an mpi4py communicator; collective."""
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
+    return Transport(comm.Dup())
+
+
+def start() -> Transport:
+    """Start MPI if it is not running and return a duplicate of the world communicator; collective."""
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI is finalized and cannot be started again in this process")
+    if not MPI.Is_initialized():  # mpi4py was told not to
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return Transport(MPI.COMM_WORLD.Dup())
+
+
+def is_threaded() -> bool:
+    """Whether MPI may be called from several threads at once."""
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def stop() -> None:
+    """MPI_Finalize; collective."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def is_running() -> bool:
+    return bool(MPI.Is_initialized() and not MPI.Is_finalized())
+
+
+def abort(code: int) -> None:
+    """End every rank of the job."""
+    MPI.COMM_WORLD.Abort(code)
+
+
+def world_rank_and_size() -> tuple[int, int]:
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+
+def processor_name() -> str:
+    return MPI.Get_processor_name()
