@@ -159,5 +159,3 @@ class Until:
 
     def Test(self) -> bool:
         return self._condition()
-
-

@@ -85,9 +85,7 @@ def reduce_scatter(transport: Transport, x: Buffer, out: Buffer, how: Reduction)
 
 
 @single_step
-def reduce_scatterv(
-    transport: Transport, x: Buffer, out: Buffer, counts: Sequence[int], how: Reduction
-) -> Steps[Any]:
+def reduce_scatterv(transport: Transport, x: Buffer, out: Buffer, counts: Sequence[int], how: Reduction) -> Steps[Any]:
     """Blocks of `counts` elements."""
     room = how.room(out)
     yield transport.ireduce_scatterv(how.enter(x), room, counts, how.mpi_op)
@@ -113,7 +111,7 @@ def all_to_all(transport: Transport, x: Buffer, out: Buffer) -> Steps[Any]:
     return out.owner
 
 
-# ---------------------------------------------------------------------- a user's function as op: gather, fold in rank order
+# ---------------------------------------------------------------------- a function as op: gather, fold in rank order
 
 
 def _gathered(transport: Transport, x: Buffer) -> tuple[np.ndarray[Any, Any], Any]:
@@ -123,7 +121,7 @@ def _gathered(transport: Transport, x: Buffer) -> tuple[np.ndarray[Any, Any], An
 
 
 def _fold(op: ReduceOp, rows: np.ndarray[Any, Any], x: Buffer) -> np.ndarray[Any, Any]:
-    total = rows[0].copy()
+    total: np.ndarray[Any, Any] = rows[0].copy()
     for row in rows[1:]:
         fold(op, total, row, x.element)
     return total

@@ -32,17 +32,16 @@ def packed(item: object) -> Buffer:
 
 def unpacked(message: np.ndarray[Any, Any]) -> Any:
     """Inverse of packed; arrays live in the message's memory."""
-    view = memoryview(message)
+    view: memoryview = message.data
     sizes = wire.unpack_table(view)
     return decode([wire.frame(view, sizes, index) for index in range(len(sizes))])
 
 
 def broadcast_object(transport: Transport, item: Buffer | Header | None, original: object, src: int) -> Steps[Any]:
     """src's object to all; a Header in its place is src's refusal."""
-    if isinstance(item, Header):
-        head = pack([item])
-    else:
-        head = room(1) if item is None else pack([Header(nbytes=item.nbytes)])
+    head = room(1)
+    if item is not None:
+        head = pack([item if isinstance(item, Header) else Header(nbytes=item.nbytes)])
     yield transport.ibroadcast(head, src)
     header = unpack(head)[0].check()
     message = item if isinstance(item, Buffer) else _room([header.nbytes])

@@ -1,21 +1,28 @@
 """Reduction: what MPI cannot do by itself is done before and after its call.
 
-    before   half types are widened to float32; premul_sum multiplies
-    MPI      sum, min, ...
-    after    half types are narrowed, rounded once; avg divides
+before   half types are widened to float32; premul_sum multiplies
+MPI      sum, min, ...
+after    half types are narrowed, rounded once; avg divides
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpdist.memory import BY_NAME, Buffer, Element, ReduceOp, as_buffer, check_op, finish, narrow_into, premultiply, widen
-
-if TYPE_CHECKING:
-    from mpdist.transport.mpi import Transport
+from mpdist.memory import (
+    BY_NAME,
+    Buffer,
+    Element,
+    ReduceOp,
+    as_buffer,
+    check_op,
+    finish,
+    narrow_into,
+    premultiply,
+    widen,
+)
 
 _FLOAT32 = BY_NAME["float32"]
 
@@ -48,7 +55,7 @@ class Reduction:
         if self.element.is_half:
             wide = widen(x.array(), self.element)
             if self.op.factor is not None:
-                wide *= np.float32(self.op.factor)
+                wide *= np.float32(self.op.factor)  # type: ignore[arg-type]  # check_op lets no complex factor through
             return as_buffer(wide)
         if self.op.factor is not None:
             return as_buffer(premultiply(self.op, x.array(), self.element))

@@ -42,9 +42,7 @@ class Parcel:
         return cls([Header(refusal=text)] * size)
 
 
-def scatter(
-    transport: Transport, parcel: Parcel | None, out: Buffer | None, src: int, like: object
-) -> Steps[Any]:
+def scatter(transport: Transport, parcel: Parcel | None, out: Buffer | None, src: int, like: object) -> Steps[Any]:
     """Blocks of src, one for each rank; the others give no parcel."""
     mine = room(1)
     yield transport.iscatter(None if parcel is None else pack(parcel.heads), mine, src)
@@ -58,9 +56,7 @@ def scatter(
     return target.owner
 
 
-def gather(
-    transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: int, like: object
-) -> Steps[Any]:
+def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: int, like: object) -> Steps[Any]:
     """Blocks of any size to dst, which gets a list."""
     is_dst = transport.rank == dst
     heads = room(transport.size) if is_dst else None

@@ -71,15 +71,25 @@ def connect(contact: str) -> socket.socket:
         host, _, port = address.rpartition(":")
         try:
             control = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-            if control.recv(64).decode() == f"{job}\n":
-                control.settimeout(None)
-                control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                control.sendall(f"{secret}\n".encode())
-                return control
-            failures.append(f"{address} (not this job)")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             failures.append(f"{address} ({error})")
+            continue
+        if is_greeted(control, job):
+            control.settimeout(None)
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            control.sendall(f"{secret}\n".encode())
+            return control
+        control.close()
+        failures.append(f"{address} (not this job)")
     raise OSError(f"tried {', '.join(failures) or 'nothing: it was not started by `mpdist run`'}")
+
+
+def is_greeted(control: socket.socket, job: str) -> bool:
+    """Whether the other side is the `mpdist run` of this job: it speaks first, with the job's name."""
+    try:
+        return control.recv(64) == f"{job}\n".encode()
+    except OSError:
+        return False
 
 
 def exit_status(wait_status: int) -> int:

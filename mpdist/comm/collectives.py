@@ -176,9 +176,7 @@ class Collectives(Operations):
             )
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
-        return self._channel.post(
-            "gather", native.gather, lambda: f"{_text(source)} to {dst}", source, target, dst
-        )
+        return self._channel.post("gather", native.gather, lambda: f"{_text(source)} to {dst}", source, target, dst)
 
     @operation
     def all_gather(self, x: object, *, out: object = None) -> Work[Any]:
@@ -208,7 +206,9 @@ class Collectives(Operations):
         target = None if out is None else host_buffer(out, writable=True)
         parcel, refusal = self._scattered(x) if self.rank == src else (None, None)
         like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
-        work = self._channel.post("scatter", uneven.scatter, lambda: f"from {src}", parcel, target, src, like)
+        work: Work[Any] = self._channel.post(
+            "scatter", uneven.scatter, lambda: f"from {src}", parcel, target, src, like
+        )
         if refusal is not None:
             work.forget()
             raise refusal
@@ -301,9 +301,13 @@ class Collectives(Operations):
     def _blocks(self, arrays: object, what: str, *, writable: bool = False) -> list[Buffer]:
         """One array for each rank, all of one type."""
         if not isinstance(arrays, list | tuple):
-            raise UsageError(f"{what} must be a list of {self.size} arrays, as the blocks are uneven, got {type(arrays).__name__}")
+            raise UsageError(
+                f"{what} must be a list of {self.size} arrays, as the blocks are uneven, got {type(arrays).__name__}"
+            )
         if len(arrays) != self.size:
-            raise SizeMismatch(f"{what} is a list of {len(arrays)} arrays, one for each of the {self.size} ranks is needed")
+            raise SizeMismatch(
+                f"{what} is a list of {len(arrays)} arrays, one for each of the {self.size} ranks is needed"
+            )
         blocks = [host_buffer(array, writable=writable) for array in arrays]
         for block in blocks[1:]:
             _check_element(blocks[0], block)
@@ -326,7 +330,7 @@ def _text(buffer: Buffer) -> str:
 
 
 def _name(op: OpLike) -> str:
-    return op if isinstance(op, str) else getattr(op, "name", None) or getattr(op, "__name__", repr(op))
+    return op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
 
 
 def _check_element(source: Buffer, target: Buffer) -> None:

@@ -78,9 +78,7 @@ class Groups(Operations):
         name = f"{self.name}/ranks{'-'.join(map(str, members))}#{number}"
         meeting = self._channel.engine.meeting
         self._subgroups_made[members] = number
-        steps = groups.subgroup(
-            self._channel.transport, self._channel, meeting, self._maker(name), members, name
-        )
+        steps = groups.subgroup(self._channel.transport, self._channel, meeting, self._maker(name), members, name)
         return meeting.post_apart(Joined(meeting, "subgroup", steps, lambda: f"of ranks {list(members)}"))
 
     def _maker(self, name: str) -> Callable[[Transport], Communicator]:

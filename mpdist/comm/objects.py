@@ -28,7 +28,7 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             message, refusal = self._packed("broadcast_object", item)
-        work = self._channel.post(
+        work: Work[Any] = self._channel.post(
             "broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src
         )
         return self._unless(refusal, work)
@@ -57,7 +57,9 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             messages, refusal = self._all_packed("scatter_object", items)
-        work = self._channel.post("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src)
+        work: Work[Any] = self._channel.post(
+            "scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src
+        )
         return self._unless(refusal, work)
 
     @operation

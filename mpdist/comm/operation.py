@@ -22,7 +22,9 @@ def host_buffer(x: object, *, writable: bool = False) -> Buffer:
     """as_buffer for memory that MPI can reach."""
     buffer = as_buffer(x, writable=writable)
     if not buffer.device.is_host:
-        raise UnsupportedBuffer(f"got an array on {buffer.device}; this MPI transport takes host memory: copy it there first")
+        raise UnsupportedBuffer(
+            f"got an array on {buffer.device}; this MPI transport takes host memory: copy it there first"
+        )
     return buffer
 
 
@@ -80,4 +82,4 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
                 raise
             raise self._explained(op, error) from error.__cause__
 
-    return explained
+    return explained  # type: ignore[return-value]  # functools.wraps hides that it is a method

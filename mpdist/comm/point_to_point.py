@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from numpy import ndarray
+
 from mpdist.comm.operation import Operations, host_buffer, operation
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
+from mpdist.memory import BY_DTYPE
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
-from mpdist.progress.receive import Probe, Receive, ReceiveEither, ReceiveObject
+from mpdist.progress.receive import EAGER_BYTES, Probe, Receive, ReceiveEither, ReceiveObject
 from mpdist.progress.sendrecv import SendReceive
+from mpdist.progress.wire import CODE_BITS
 
 if TYPE_CHECKING:
     from mpdist.progress.message import Message, ProbedMessage
@@ -38,9 +42,20 @@ class PointToPoint(Operations):
             InvalidRank: no such rank.
         """
         channel = self._channel
+        if (
+            type(x) is ndarray
+            and (element := BY_DTYPE.get(x.dtype)) is not None
+            and type(dst) is type(tag) is int
+            and 0 <= dst < self.size
+            and 0 <= tag <= channel.max_tag
+            and dst != self.rank
+            and (nbytes := x.nbytes) <= EAGER_BYTES
+            and x.flags.c_contiguous
+        ):  # the latency path: what the general one does, without a Buffer
+            return channel.small_sent(
+                channel.isend([x, nbytes, channel.byte], dst, tag << CODE_BITS | element.code), dst, tag, x
+            )
         try:
-            if type(dst) is int and 0 <= dst < self.size and type(tag) is int and 0 <= tag <= channel.max_tag:
-                return channel.send(host_buffer(x), dst, tag)
             return channel.send(host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
         except UsageError as error:
             raise self._explained("send", error) from error.__cause__
@@ -89,7 +104,7 @@ class PointToPoint(Operations):
             A Work of the received Message, done when both are.
         """
         return SendReceive(
-            self.recv(out, dst if src is None else src, tag),  # type: ignore[arg-type]
+            self.recv(out, dst if src is None else src, tag),
             self.send(x, dst, tag),
         )
 
@@ -100,7 +115,8 @@ class PointToPoint(Operations):
         Returns:
             A Work of a Message without data. `message.recv(x=None)` receives it; no other receive gets it.
         """
-        return self._channel.receive(Probe(self._channel, None, *self._pattern(src, tag)))
+        probe = Probe(self._channel, None, *self._pattern(src, tag))
+        return self._channel.receive(probe)  # type: ignore[return-value]  # a probe's Message is a ProbedMessage
 
     def _pattern(self, src: Source, tag: Tag) -> tuple[int, int]:
         return (

@@ -20,13 +20,14 @@ from mpdist.progress.backoff import message_credit
 from mpdist.progress.collective import Collective, Program, Steps, check_task
 from mpdist.progress.mailbox import Mailbox
 from mpdist.progress.message import Incoming, Message, ProbedMessage
+from mpdist.progress.pickling import decode
 from mpdist.progress.receive import Receive
 from mpdist.progress.send import Send, Sent, SentAndTurn
 from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
-    from mpdist.transport.mpi import Transport
+    from mpdist.transport.mpi import Request, Transport
 
 W = TypeVar("W", bound=Collective[Any])
 Check = Callable[["Channel", str, Callable[[], str], Steps[Any]], Steps[Any]]
@@ -76,8 +77,8 @@ class Channel:
         self._sent = Sent(self)
         self._status = transport.status
         self._improbe = transport.improbe
-        self._isend = transport.isend
-        self._byte = transport.byte
+        self.isend = transport.isend
+        self.byte = transport.byte
         self._any = (transport.any_source, transport.any_tag)
         self._flags = engine.doorbell.flags
         engine.channels.append(self)
@@ -90,6 +91,8 @@ class Channel:
 
     def send(self, buffer: Buffer, dst: int, tag: int) -> Work[None]:
         """Post an array; the arguments are checked."""
+        if dst == self.rank:
+            return self._send_to_self(buffer, tag)
         nbytes = buffer.nbytes
         if nbytes > wire.PIECE_BYTES:
             head = wire.pack_size(nbytes)
@@ -97,7 +100,11 @@ class Channel:
         memory = buffer.exporter
         if memory is None:
             memory = self.transport.memory_of(buffer)
-        request = self._isend([memory, nbytes, self._byte], dst, tag << wire.CODE_BITS | buffer.element.code)
+        request = self.isend([memory, nbytes, self.byte], dst, tag << wire.CODE_BITS | buffer.element.code)
+        return self.small_sent(request, dst, tag, buffer)
+
+    def small_sent(self, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
+        """The Work of a posted message."""
         engine = self.engine
         peer = self.world_ranks[dst]
         if self._flags[peer]:
@@ -105,13 +112,32 @@ class Channel:
         if request.Test():
             engine.credit -= 1
             return self._sent if engine.credit > 0 else SentAndTurn(self)
-        return self._activate(Send(self, [request], dst, tag, buffer))
+        return self._activate(Send(self, [request], dst, tag, lease))
+
+    def _send_to_self(self, buffer: Buffer, tag: int) -> Work[None]:
+        """A message to this rank is complete at once: it is copied into the mailbox."""
+        incoming = Incoming(None, self.rank, tag, buffer.element.code, buffer.nbytes)
+        data = buffer.array().copy()
+        incoming.result = Message(data, self.rank, tag, buffer.count, buffer.nbytes, buffer.element)
+        return self._kept_for_self(incoming)
+
+    def _kept_for_self(self, incoming: Incoming) -> Work[None]:
+        self.engine.credit -= message_credit(incoming.nbytes)
+        with self.engine.lock:
+            self._deliver(incoming)
+        self.engine.flush()
+        return self._sent if self.engine.credit > 0 else SentAndTurn(self)
 
     def send_frames(self, frames: list[memoryview], dst: int, tag: int) -> Work[None]:
         """Post a pickle (frame 0) and its out-of-band buffers."""
+        if dst == self.rank:
+            copies = [memoryview(bytearray(frame)) for frame in frames]
+            incoming = Incoming(None, dst, tag, wire.OBJECT, sum(frame.nbytes for frame in frames))
+            incoming.result = Message(decode(copies), dst, tag, 1, incoming.nbytes, None)
+            return self._kept_for_self(incoming)
         if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
             head = wire.pack_frames(frames, inline=True)
-            request = self._isend([head, len(head), self._byte], dst, wire.wire_tag(tag, wire.OBJECT))
+            request = self.isend([head, len(head), self.byte], dst, wire.wire_tag(tag, wire.OBJECT))
             self._ring(dst)
             return self._activate(Send(self, [request], dst, tag, head))
         head = wire.pack_frames(frames, inline=False)
@@ -123,13 +149,13 @@ class Channel:
     ) -> Work[None]:
         piece_tag = wire.wire_tag(tag, wire.PIECE)
         with self.engine.lock:  # another thread's pieces must not come in between
-            requests = [self._isend([head, len(head), self._byte], dst, wire.wire_tag(tag, code))]
+            requests = [self.isend([head, len(head), self.byte], dst, wire.wire_tag(tag, code))]
             for body in bodies:
                 octets = body.array().view("u1")
                 start = 0
                 for size in wire.piece_sizes(body.nbytes):
                     piece = octets[start : start + size]
-                    requests.append(self._isend([piece, size, self._byte], dst, piece_tag))
+                    requests.append(self.isend([piece, size, self.byte], dst, piece_tag))
                     start += size
         self._ring(dst)
         return self._activate(Send(self, requests, dst, tag, (head, bodies, owner)))
@@ -227,13 +253,16 @@ class Channel:
         elif code == wire.OBJECT_IN_PIECES:
             incoming.parts = []
             self._in_pieces[src, tag] = incoming
-        receive = self.box.match(src, tag)
+        self._deliver(incoming)
+
+    def _deliver(self, incoming: Incoming) -> None:
+        receive = self.box.match(incoming.src, incoming.tag)
         if receive is None or not receive.accept(incoming):
             self.box.keep(incoming)
 
     def _open_pieces(self, incoming: Incoming) -> None:
         head = bytearray(8)
-        incoming.handle.Recv([head, 8, self._byte])
+        incoming.handle.Recv([head, 8, self.byte])
         incoming.handle = None
         incoming.nbytes = wire.unpack_size(head)
         incoming.code -= wire.ARRAY_IN_PIECES
@@ -364,7 +393,11 @@ class Channel:
     def refuse(self, why: str) -> None:
         """Refuse further use, for this reason."""
         self.broken = why
+        self.isend = self._closed
         self.__class__ = ClosedChannel
+
+    def _closed(self, *_: object, **__: object) -> Any:
+        raise ClosedError(f"communicator {self.where()} cannot be used: {self.broken}")
 
     @property
     def is_closed(self) -> bool:
@@ -378,7 +411,4 @@ class ClosedChannel(Channel):
     def is_closed(self) -> bool:
         return True
 
-    def _closed(self, *_: object, **__: object) -> Any:
-        raise ClosedError(f"communicator {self.where()} cannot be used: {self.broken}")
-
-    send = send_frames = receive = receive_probed = post = post_apart = _closed
+    send = send_frames = receive = receive_probed = post = post_apart = Channel._closed

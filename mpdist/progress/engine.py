@@ -286,7 +286,9 @@ class Engine:
         """Drive until the Work is done; False if `timeout` seconds have passed."""
         return self.drive_while(lambda: not work._done, timeout, work)
 
-    def drive_while(self, waiting: Callable[[], bool], timeout: float | None = None, work: Work[Any] | None = None) -> bool:
+    def drive_while(
+        self, waiting: Callable[[], bool], timeout: float | None = None, work: Work[Any] | None = None
+    ) -> bool:
         """Drive until `waiting()` is False; False if `timeout` seconds have passed."""
         if work is not None and self.drive_inline(work):
             return True
@@ -347,7 +349,7 @@ class ProgressThread(threading.Thread):
     speed. Between two looks it sleeps, which gives the GIL away.
     """
 
-    # Shorter sleeps cost the computing thread more than they save: 300 hooks beside 20 us took 3.6 ms, beside a spin 2410 ms.
+    # 300 hooks of a backward beside a thread that naps 20 us between looks took 3.6 ms, beside one that spins 2410 ms.
     NAP_SECONDS = 20e-6
 
     def __init__(self, engine: Engine) -> None:

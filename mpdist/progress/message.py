@@ -114,5 +114,9 @@ class Incoming:
     def describe(self) -> str:
         """`float32 x 10 from rank 1, tag 5`."""
         element = self.element()
-        what = f"an object of {self.nbytes} bytes" if element is None else f"{element.name} x {self.nbytes // element.itemsize}"
+        what = (
+            f"an object of {self.nbytes} bytes"
+            if element is None
+            else f"{element.name} x {self.nbytes // element.itemsize}"
+        )
         return f"{what} from rank {self.src}, tag {self.tag}"

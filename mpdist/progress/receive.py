@@ -56,12 +56,62 @@ class Receive(Work[Message]):
     _given_up = False
     _looked_at = False
     _steps: Generator[Request, None, Message] | None = None
+    _memory: list[Any]
+
+    _wire = ANY
+    """The MPI tag that an exactly fitting message has; ANY where that can't be said."""
 
     def __init__(self, channel: Channel, buffer: Buffer | None, src: int, tag: int) -> None:
         self._channel = channel
         self._buffer = buffer
         self.src = src
         self.tag = tag
+        if buffer is not None and src >= 0 and tag >= 0 and buffer.nbytes <= EAGER_BYTES:
+            self._wire = tag << wire.CODE_BITS | buffer.element.code
+            self._memory = [channel.transport.memory_of(buffer), buffer.nbytes, channel.byte]
+            self._result = Message(buffer.owner, src, tag, buffer.count, buffer.nbytes, buffer.element)
+
+    def __await__(self) -> Generator[Any, None, Message]:
+        if self._done or not self._receive_exactly():
+            yield from super().__await__()
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def _receive_exactly(self) -> bool:
+        """Meet a small message of the very size asked for while nothing else is expected: the latency path.
+
+        All that can be prepared was prepared when the receive was posted, while the message was under way.
+        """
+        channel = self._channel
+        engine = channel.engine
+        box = channel.box
+        if self._wire < 0 or engine.credit <= 0 or engine.backoff.yields or box.sole is not self:
+            return False
+        if not engine.lock.acquire(False):
+            return False
+        improbe = channel._improbe
+        any_source, any_tag = channel._any
+        status = channel._status
+        try:
+            for _ in range(engine.backoff.inline_polls):
+                handle = improbe(any_source, any_tag, status)
+                if handle is None:
+                    continue
+                if status.tag == self._wire and status.source == self.src and status.count == self._memory[1]:
+                    handle.Recv(self._memory)
+                    self._done = True
+                    box.take_sole()
+                    engine.credit -= 1
+                    break
+                channel.arrived(handle)
+                if self._done or box.sole is not self:
+                    break
+        finally:
+            engine.lock.release()
+        if engine.finished:
+            engine.flush()
+        return self._done
 
     # ------------------------------------------------------------------ meeting a message
 
@@ -79,7 +129,7 @@ class Receive(Work[Message]):
             exporter = buffer.exporter
             memory = exporter if exporter is not None else self._channel.transport.memory_of(buffer)
             try:
-                incoming.handle.Recv([memory, nbytes, self._channel._byte])
+                incoming.handle.Recv([memory, nbytes, self._channel.byte])
             except self._channel.transport.failure as error:
                 self._fail(CommunicationError(f"{self.describe()} failed: {error}"))
                 return True
@@ -126,16 +176,20 @@ class Receive(Work[Message]):
             element = incoming.element()
             assert element is not None
             raise UnsupportedBuffer(
-                self._misfit(incoming, f"a buffer of {buffer.element.name}", f"receive into an array of {element.name}")
+                self._misfit(
+                    incoming, f"a buffer of {buffer.element.name}", f"receive into {element.name}, or without x"
+                )
             )
         if buffer.nbytes < incoming.nbytes:
             need = incoming.nbytes // buffer.element.itemsize
             raise MessageTruncated(
-                self._misfit(incoming, f"a buffer of {buffer.count} elements", f"receive into {need} elements")
+                self._misfit(
+                    incoming, f"a buffer of {buffer.count} elements", f"receive into {need} elements, or without x"
+                )
             )
 
     def _misfit(self, incoming: Incoming, got: str, advice: str) -> str:
-        return f"{self.describe()}: {incoming.describe()} met {got}; the message stays queued: {advice}, or into a new array (x=None)"
+        return f"{self.describe()}: {incoming.describe()} met {got}; the message stays queued: {advice}"
 
     def reserve(self, incoming: Incoming) -> None:
         """Hold a message until the event loop has had its turn."""
@@ -155,7 +209,9 @@ class Receive(Work[Message]):
         buffer = self._buffer
         assert buffer is not None
         if incoming.parts is None:
-            yield incoming.handle.Irecv([self._channel.transport.memory_of(buffer), incoming.nbytes, self._channel._byte])
+            yield incoming.handle.Irecv(
+                [self._channel.transport.memory_of(buffer), incoming.nbytes, self._channel.byte]
+            )
         else:
             yield Pieces(self._channel, incoming, [buffer.array().view(np.uint8)[: incoming.nbytes]])
         count = incoming.nbytes // buffer.element.itemsize
@@ -163,8 +219,8 @@ class Receive(Work[Message]):
 
     def _receive_object(self, incoming: Incoming) -> Generator[Request, None, Message]:
         head = np.empty(incoming.nbytes, np.uint8)
-        yield incoming.handle.Irecv([head, incoming.nbytes, self._channel._byte])
-        message = memoryview(head)
+        yield incoming.handle.Irecv([head, incoming.nbytes, self._channel.byte])
+        message = head.data
         sizes = wire.unpack_table(message)
         frames = [wire.frame(message, sizes, 0)]
         if incoming.parts is None:
@@ -172,7 +228,7 @@ class Receive(Work[Message]):
         else:
             bodies = [np.empty(size, np.uint8) for size in sizes[1:]]
             yield Pieces(self._channel, incoming, bodies)
-            frames += [memoryview(body) for body in bodies]
+            frames += [body.data for body in bodies]
         item = decode(frames)
         return Message(item, incoming.src, incoming.tag, 1, sum(sizes), None)
 
@@ -189,7 +245,7 @@ class Receive(Work[Message]):
             return self._done
         if self._reserved:
             return self._take_reserved()
-        if self._done and not self._given_up or self._steps is None:
+        if (self._done and not self._given_up) or self._steps is None:
             return self._done
         return self._advance()
 
@@ -362,9 +418,7 @@ class Pieces:
         while self._started < len(parts) and self._started < len(self._regions):
             handle, nbytes = parts[self._started]
             region = self._regions[self._started]
-            self._requests.append(handle.Irecv([region, nbytes, self._channel._byte]))
+            self._requests.append(handle.Irecv([region, nbytes, self._channel.byte]))
             self._started += 1
         self._requests = [request for request in self._requests if not request.Test()]
         return self._started == len(self._regions) and not self._requests
-
-

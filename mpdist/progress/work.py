@@ -157,9 +157,7 @@ class Work(Generic[T]):
         """Withdraw a receive that no message has met; False for everything else, which goes on."""
         return False
 
-    def add_done_callback(
-        self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None
-    ) -> None:
+    def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
         """Call `fn(work)` when done: by the running loop if there is one, else on the thread that notices."""
         engine = self._channel.engine
         loop = asyncio._get_running_loop()

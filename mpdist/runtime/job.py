@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
-from mpdist.config import Config
 from mpdist.comm import Communicator
-from mpdist.errors import UsageError
+from mpdist.config import Config
 from mpdist.progress import current
 from mpdist.progress.backoff import policy
 from mpdist.progress.channel import Channel

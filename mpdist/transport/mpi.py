@@ -1,6 +1,7 @@
 """The MPI library: start, stop, abort, and one communicator's calls in mpdist's words.
 
-The only home of mpi4py; importing this module starts MPI, so everybody else imports it late. A Transport is a thin, non-blocking view of one MPI
+The only home of mpi4py; importing this module starts MPI, so everybody else
+imports it late. A Transport is a thin, non-blocking view of one MPI
 communicator: it takes Buffers, posts, and returns a Request whose `Test()` says
 whether it is complete. It keeps nothing alive: buffers and requests belong to
 the Engine until MPI is done with them.
@@ -105,7 +106,6 @@ def memory_of(buffer: Buffer) -> Any:
     return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
 
 
-
 class Transport:
     """Non-blocking calls on one MPI communicator.
 
@@ -123,7 +123,7 @@ class Transport:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+        self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
         self.status = MPI.Status()
         self.isend: Callable[[list[Any], int, int], Request] = comm.Isend
         self.improbe: Callable[[int, int, Any], Any] = comm.Improbe
@@ -172,7 +172,9 @@ class Transport:
             return self.comm.Ireduce_scatter_block(_typed(x), _typed(out), _op(op, x))
         whole = x.array()
         blocks = [whole[r * out.count : (r + 1) * out.count] for r in range(self.size)]
-        return Requests([self._reduce_block(blocks[r], out if r == self.rank else None, op, r) for r in range(self.size)])
+        return Requests(
+            [self._reduce_block(blocks[r], out if r == self.rank else None, op, r) for r in range(self.size)]
+        )
 
     def _reduce_block(self, block: np.ndarray, out: Buffer | None, op: str, dst: int) -> Request:
         return self.ireduce(as_buffer(block), out, op, dst)
@@ -189,7 +191,7 @@ class Transport:
     def iall_to_all(self, x: Buffer, out: Buffer) -> Request:
         return self.comm.Ialltoall(_blocks(x, x.nbytes // self.size), _blocks(out, out.nbytes // self.size))
 
-    # ------------------------------------------------------------------ uneven blocks, `counts` in units of `unit` bytes
+    # ------------------------------------------------------------------ uneven blocks, counts in units of `unit` bytes
 
     def igatherv(self, x: Buffer, out: Buffer | None, counts: Sequence[int], unit: int, dst: int) -> Request:
         return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit), dst)
@@ -200,26 +202,24 @@ class Transport:
     def iall_gatherv(self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int) -> Request:
         return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit))
 
-    def iall_to_allv(
-        self, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int], unit: int
-    ) -> Request:
+    def iall_to_allv(self, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int], unit: int) -> Request:
         return self.comm.Ialltoallv(_uneven(x, sent, unit), _uneven(out, received, unit))
 
     def ireduce_scatterv(self, x: Buffer, out: Buffer, counts: Sequence[int], op: str) -> Request:
         """Reduce x, cut into blocks of `counts` elements; rank r keeps block r."""
         return self.comm.Ireduce_scatter(_typed(x), _typed(out), list(counts), _op(op, x))
 
-    # ------------------------------------------------------------------ communicators; these block until all members call
+    # ------------------------------------------------------------------ communicators: these block until all call
 
     def dup(self) -> Transport:
-        return Transport(self.comm.Dup())
+        return _transport(self.comm.Dup())
 
     def split(self, color: int | None, key: int) -> Transport | None:
         part = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if part == MPI.COMM_NULL else Transport(part)
+        return None if part == MPI.COMM_NULL else _transport(part)
 
     def split_node(self) -> Transport:
-        return Transport(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+        return _transport(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def subgroup(self, ranks: Sequence[int], tag: int) -> Transport:
         """Collective over `ranks` only."""
@@ -246,6 +246,11 @@ class Transport:
         """Give the communicator back; local on both MPIs, nobody is waited for."""
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.comm.Free()
+
+
+def _transport(comm: MPI.Comm) -> Transport:
+    assert isinstance(comm, MPI.Intracomm)
+    return Transport(comm)
 
 
 def _op(name: str, buffer: Buffer) -> MPI.Op:
