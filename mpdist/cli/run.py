@@ -261,6 +261,8 @@ class Supervisor:
         match words:
             case ["hello", number, pid, host]:
                 connection.rank = self.job.started(int(number), int(pid), host)
+                if self.deadlines.is_stopping:
+                    connection.send("stop")
             case ["record", word] if connection.rank:
                 self.job.recorded(connection.rank, word)
                 if word == "told":

@@ -50,7 +50,10 @@ PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str]) -> int:
     """Run one rank. Arguments: the variables that may hold its number (comma separated), `tag` or `plain`, command."""
     variables, style, *command = arguments
-    rank = next((os.environ[name] for name in variables.split(",") if name in os.environ), "?")
+    rank = next((os.environ[name] for name in variables.split(",") if name in os.environ), "")
+    if not rank.isdigit():
+        print(f"mpdist: this launcher does not number its processes: none of {variables} is set", file=sys.stderr)
+        return 1
     try:
         control = connect(os.environ.pop(RUN_VARIABLE, ""))
     except OSError as error:

@@ -13,7 +13,7 @@ from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
-from mpdist.progress.receive import EAGER_BYTES, Probe, Receive, ReceiveEither, ReceiveObject
+from mpdist.progress.receive import EAGER_BYTES, Probe, Receive, ReceiveEither, ReceiveObject, SmallReceive
 from mpdist.progress.sendrecv import SendReceive
 from mpdist.progress.wire import CODE_BITS
 
@@ -78,8 +78,21 @@ class PointToPoint(Operations):
             UnsupportedBuffer: `x` is read-only, strided, or of a type that cannot be received.
             InvalidRank: no such rank.
         """
+        channel = self._channel
+        if (
+            type(x) is ndarray
+            and (element := BY_DTYPE.get(x.dtype)) is not None
+            and (src is ANY_SOURCE or (type(src) is int and 0 <= src < self.size))
+            and (tag is ANY_TAG or (type(tag) is int and 0 <= tag <= channel.max_tag))
+            and (nbytes := x.nbytes) <= EAGER_BYTES
+            and x.flags.carray
+        ):  # the latency path, as in send
+            return channel.receive(
+                SmallReceive(
+                    channel, x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
+                )
+            )
         try:
-            channel = self._channel
             return channel.receive(
                 Receive(
                     channel,

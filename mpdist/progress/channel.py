@@ -11,6 +11,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import ClosedError
@@ -39,6 +40,9 @@ CALLER = 3
 # How many messages one look takes at the most, so that a flood does not hold a turn.
 POLL_MESSAGES = 16
 
+# So many collectives a channel remembers after they are over, for the diagnosis.
+RECENT = 16
+
 # Out-of-band buffers of an object are copied behind its pickle up to this size, and sent from where they are above it.
 INLINE_OBJECT_BYTES = 64 * 1024
 
@@ -51,6 +55,7 @@ class Channel:
         world_ranks: the members' ranks in the world.
         box: posted receives and unclaimed messages.
         sequence: number of collectives posted so far.
+        recent: name and place of the last of them.
         timeout: seconds a collective may take; None: the job's default; 0: for ever.
         broken: why it refuses further use; empty while it does not.
     """
@@ -66,6 +71,7 @@ class Channel:
         self.box: Mailbox[Receive, Incoming] = Mailbox()
         self.is_listening = False
         self.sequence = 0
+        self.recent: deque[tuple[str, tuple[CodeType, int] | None]] = deque(maxlen=RECENT)
         self.timeout: float | None = None
         self.broken = ""
         self.collectives: deque[Collective[Any]] = deque()
@@ -76,10 +82,10 @@ class Channel:
         self._probed: set[Incoming] = set()
         self._sent = Sent(self)
         self._status = transport.status
-        self._improbe = transport.improbe
+        self.improbe = transport.improbe
         self.isend = transport.isend
         self.byte = transport.byte
-        self._any = (transport.any_source, transport.any_tag)
+        self.any_message = (transport.any_source, transport.any_tag, transport.status)
         self._flags = engine.doorbell.flags
         engine.channels.append(self)
 
@@ -220,7 +226,7 @@ class Channel:
         """Take what has arrived; True if anything has."""
         moved = False
         for _ in range(POLL_MESSAGES):
-            message = self._improbe(*self._any, self._status)
+            message = self.improbe(*self.any_message)
             if message is None:
                 return moved
             self.arrived(message)
@@ -231,7 +237,7 @@ class Channel:
 
     def poll_once(self) -> None:
         """Take one message if there is one."""
-        message = self._improbe(*self._any, self._status)
+        message = self.improbe(*self.any_message)
         if message is not None:
             self.arrived(message)
 
@@ -320,6 +326,7 @@ class Channel:
         with self.engine.lock:
             self.sequence += 1
             work.sequence = self.sequence
+            self.recent.append((op, work._place))
             collectives.append(work)
             if self._running is not None or self._queue:
                 work.is_queued = True
@@ -384,6 +391,7 @@ class Channel:
         with engine.lock:
             if self in engine.channels:
                 engine.channels.remove(self)
+                engine.closed.append((self.name, self.world_ranks, self.sequence))
             if self in engine.listening:
                 engine.listening.remove(self)
         if not self.unfinished():

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel, Check
     from mpdist.progress.work import Work
 
+# So many closed channels are remembered.
+REMEMBERED = 64
+
 # A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
 WINDOW = 32
 
@@ -40,11 +43,13 @@ class Engine:
 
     Attributes:
         credit: what may still complete inside awaits before the loop gets a real turn.
+        quick_polls: how often the latency path may look; not at all where processors are scarce.
         active: Works that have something to test.
         listening: channels with posted receives.
         later: Works to be looked at by the next drive.
         finished: Works whose callbacks are still to run.
         channels: all open channels.
+        closed: name, ranks in the world and last sequence of the channels closed last, for the diagnosis.
         meeting: channel of the world that carries nothing but the making of subgroups.
         creating: communicators being made.
         nodes: for each rank of the world, which node it is on.
@@ -60,12 +65,14 @@ class Engine:
         self.backoff = backoff or Backoff()
         self.doorbell: Doorbell = doorbell or SilentDoorbell()
         self.lock = threading.RLock()
+        self.quick_polls = range(0 if self.backoff.yields else self.backoff.inline_polls)
         self.credit = TURN_CREDIT
         self.active: deque[Work[Any]] = deque()
         self.later: deque[Work[Any]] = deque()
         self.listening: list[Channel] = []
         self.finished: deque[Work[Any]] = deque()
         self.channels: list[Channel] = []
+        self.closed: deque[tuple[str, tuple[int, ...], int]] = deque(maxlen=REMEMBERED)
         self.creating = 0
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True

@@ -21,7 +21,11 @@ _Key = tuple[int, int]
 
 
 class Entry(Protocol):
-    """What waits in a mailbox. The mailbox owns `order`: > 0 while it waits, 0 when it does not."""
+    """What waits in a mailbox.
+
+    The mailbox owns `order`: > 0 while it waits, its place; not positive when it does not: what a receive had when
+    it was matched, and a message when it was taken, negated.
+    """
 
     src: int
     tag: int
@@ -56,18 +60,19 @@ class Mailbox(Generic[R, M]):
 
     def post(self, receive: R) -> None:
         """Let a receive wait."""
-        self._clock += 1
-        receive.order = self._clock
-        self.receives += 1
-        if self.receives == 1:
+        if not self.receives:
+            self.receives = receive.order = 1
             self.sole = receive
             return
         sole, self.sole = self.sole, None
         if sole is not None:
             self._queue(sole)
         self._queue(receive)
+        self.receives += 1
 
     def _queue(self, receive: R) -> None:
+        self._clock += 1
+        receive.order = self._clock
         key = (receive.src, receive.tag)
         queue = self._posted.get(key)
         if queue is None:
@@ -96,7 +101,7 @@ class Mailbox(Generic[R, M]):
     def take_sole(self) -> None:
         """The sole receive has met its message."""
         assert self.sole is not None
-        self.sole.order = 0
+        self.sole.order = -self._clock  # as in _leave
         self.sole = None
         self.receives = 0
 
@@ -122,7 +127,8 @@ class Mailbox(Generic[R, M]):
         return None
 
     def _leave(self, receive: R) -> None:
-        receive.order = 0
+        self._clock += 1
+        receive.order = -self._clock  # the place of the message that it meets, should that be restored
         self.receives -= 1
         if receive.src < 0 or receive.tag < 0:
             self._patterns -= 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.errors import CommunicationError, MessageTruncated, UnsupportedBuffer
-from mpdist.memory import Buffer, allocate, as_buffer
+from mpdist.memory import Buffer, Element, allocate, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.message import Incoming, Message
@@ -44,7 +44,7 @@ class Receive(Work[Message]):
 
     Attributes:
         src, tag: the pattern; mailbox.ANY for any.
-        order: its place in the mailbox, 0 when it does not wait there.
+        order: its place in the mailbox, not positive when it does not wait there.
     """
 
     op = "recv"
@@ -56,95 +56,19 @@ class Receive(Work[Message]):
     _given_up = False
     _looked_at = False
     _steps: Generator[Request, None, Message] | None = None
-    _memory: list[Any]
 
-    _wire = ANY
-    """The MPI tag that an exactly fitting message has; ANY where that can't be said."""
+    _buffer: Buffer | None
 
     def __init__(self, channel: Channel, buffer: Buffer | None, src: int, tag: int) -> None:
         self._channel = channel
         self._buffer = buffer
         self.src = src
         self.tag = tag
-        if buffer is not None and src >= 0 and tag >= 0 and buffer.nbytes <= EAGER_BYTES:
-            self._wire = tag << wire.CODE_BITS | buffer.element.code
-            self._memory = [channel.transport.memory_of(buffer), buffer.nbytes, channel.byte]
-            self._result = Message(buffer.owner, src, tag, buffer.count, buffer.nbytes, buffer.element)
-
-    def __await__(self) -> Generator[Any, None, Message]:
-        if self._done or not self._receive_exactly():
-            yield from super().__await__()
-        if self._error is not None:
-            raise self._seen_error()
-        return self._result
-
-    def _receive_exactly(self) -> bool:
-        """Meet a small message of the very size asked for while nothing else is expected: the latency path.
-
-        All that can be prepared was prepared when the receive was posted, while the message was under way.
-        """
-        channel = self._channel
-        engine = channel.engine
-        box = channel.box
-        if self._wire < 0 or engine.credit <= 0 or engine.backoff.yields or box.sole is not self:
-            return False
-        if not engine.lock.acquire(False):
-            return False
-        improbe = channel._improbe
-        any_source, any_tag = channel._any
-        status = channel._status
-        try:
-            for _ in range(engine.backoff.inline_polls):
-                handle = improbe(any_source, any_tag, status)
-                if handle is None:
-                    continue
-                if status.tag == self._wire and status.source == self.src and status.count == self._memory[1]:
-                    handle.Recv(self._memory)
-                    self._done = True
-                    box.take_sole()
-                    engine.credit -= 1
-                    break
-                channel.arrived(handle)
-                if self._done or box.sole is not self:
-                    break
-        finally:
-            engine.lock.release()
-        if engine.finished:
-            engine.flush()
-        return self._done
 
     # ------------------------------------------------------------------ meeting a message
 
     def accept(self, incoming: Incoming) -> bool:
         """Take the message; False if it does not fit: then this Work has failed, and the message is to be kept."""
-        buffer = self._buffer
-        nbytes = incoming.nbytes
-        if (
-            buffer is not None
-            and buffer.element.code == incoming.code
-            and nbytes <= EAGER_BYTES
-            and nbytes <= buffer.nbytes
-            and incoming.handle is not None
-        ):
-            exporter = buffer.exporter
-            memory = exporter if exporter is not None else self._channel.transport.memory_of(buffer)
-            try:
-                incoming.handle.Recv([memory, nbytes, self._channel.byte])
-            except self._channel.transport.failure as error:
-                self._fail(CommunicationError(f"{self.describe()} failed: {error}"))
-                return True
-            self._incoming = incoming
-            element = buffer.element
-            self._result = Message(
-                buffer.owner, incoming.src, incoming.tag, nbytes // element.itemsize, nbytes, element
-            )
-            self._done = True
-            if self._callbacks is not None:
-                self._channel.engine.finished.append(self)
-            return True
-        return self._accept(incoming)
-
-    def _accept(self, incoming: Incoming) -> bool:
         if self.takes is Takes.ENVELOPE:
             self._finish(self._channel.probed(incoming))
             return True
@@ -156,10 +80,30 @@ class Receive(Work[Message]):
             self._fail(error)
             return False
         self._incoming = incoming
+        if incoming.handle is not None and incoming.parts is None and incoming.nbytes <= EAGER_BYTES:
+            return self._receive_eagerly(incoming)
         self._steps = self._receive(incoming)
         self._channel.engine.active.append(self)
-        self._poll()
+        self._advance()
         return True
+
+    def _receive_eagerly(self, incoming: Incoming) -> bool:
+        """A message that is here: MPI's blocking call only copies it."""
+        memory = np.empty(incoming.nbytes, np.uint8) if self._buffer is None else self._buffer
+        spec = memory if isinstance(memory, np.ndarray) else self._channel.transport.memory_of(memory)
+        try:
+            incoming.handle.Recv([spec, incoming.nbytes, self._channel.byte])
+            self._finish(self._message(incoming, memory))
+        except Exception as error:  # a failed transfer, or an object that cannot be unpickled
+            self._broke(error)
+        return True
+
+    def _message(self, incoming: Incoming, memory: np.ndarray[Any, Any] | Buffer) -> Message:
+        if isinstance(memory, np.ndarray):
+            return self._object(incoming, memory, [])
+        element = memory.element
+        count = incoming.nbytes // element.itemsize
+        return Message(memory.owner, incoming.src, incoming.tag, count, incoming.nbytes, element)
 
     def _check(self, incoming: Incoming) -> None:
         """Raise if the message does not fit this receive."""
@@ -214,22 +158,24 @@ class Receive(Work[Message]):
             )
         else:
             yield Pieces(self._channel, incoming, [buffer.array().view(np.uint8)[: incoming.nbytes]])
-        count = incoming.nbytes // buffer.element.itemsize
-        return Message(buffer.owner, incoming.src, incoming.tag, count, incoming.nbytes, buffer.element)
+        return self._message(incoming, buffer)
 
     def _receive_object(self, incoming: Incoming) -> Generator[Request, None, Message]:
         head = np.empty(incoming.nbytes, np.uint8)
         yield incoming.handle.Irecv([head, incoming.nbytes, self._channel.byte])
-        message = head.data
-        sizes = wire.unpack_table(message)
-        frames = [wire.frame(message, sizes, 0)]
-        if incoming.parts is None:
-            frames += [wire.frame(message, sizes, index) for index in range(1, len(sizes))]
-        else:
-            bodies = [np.empty(size, np.uint8) for size in sizes[1:]]
+        bodies = []
+        if incoming.parts is not None:
+            bodies = [np.empty(size, np.uint8) for size in wire.unpack_table(head.data)[1:]]
             yield Pieces(self._channel, incoming, bodies)
-            frames += [body.data for body in bodies]
-        item = decode(frames)
+        return self._object(incoming, head, bodies)
+
+    @staticmethod
+    def _object(incoming: Incoming, head: np.ndarray[Any, Any], bodies: list[np.ndarray[Any, Any]]) -> Message:
+        """The object of a message; its frames lie in the message, or in bodies of their own."""
+        sizes = wire.unpack_table(head.data)
+        inline = range(1) if incoming.parts is not None else range(len(sizes))
+        frames = [wire.frame(head.data, sizes, index) for index in inline]
+        item = decode(frames + [body.data for body in bodies])
         return Message(item, incoming.src, incoming.tag, 1, sum(sizes), None)
 
     def _reuse(self, result: Message) -> Message:
@@ -266,12 +212,15 @@ class Receive(Work[Message]):
             self._arrived(stop.value)
             return True
         except Exception as error:  # a failed transfer, or an object that cannot be unpickled
-            self._steps = None
-            failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._broke(error)
             return True
         return False
+
+    def _broke(self, error: Exception) -> None:
+        self._steps = self._request = None
+        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._fail(failure)
 
     def _arrived(self, message: Message) -> None:
         self._steps = self._request = None
@@ -355,6 +304,77 @@ class Receive(Work[Message]):
         src = "any rank" if self.src == ANY else self.src
         tag = "any tag" if self.tag == ANY else f"tag {self.tag}"
         return f"from {src}, {tag}"
+
+
+class SmallReceive(Receive):
+    """A receive of a small NumPy array: the latency path.
+
+    While it waits alone, its await probes, compares and receives without anything in between. Whatever is
+    unusual (another message, other receives, a turn that is due) goes the general way.
+    """
+
+    def __init__(
+        self, channel: Channel, x: np.ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int
+    ) -> None:
+        self._channel = channel
+        self._memory = [x, nbytes, channel.byte]
+        self._element = element
+        self.src = src
+        self.tag = tag
+
+    @property
+    def _buffer(self) -> Buffer:  # type: ignore[override]  # made only where the general way needs it
+        return as_buffer(self._memory[0], writable=True)
+
+    def __await__(self) -> Generator[Any, None, Message]:
+        if not self._done:
+            channel = self._channel
+            engine = channel.engine
+            box = channel.box
+            if box.sole is self and engine.credit > 0:
+                engine.lock.acquire()
+                element = self._element
+                x, nbytes, _ = self._memory
+                src = self.src
+                any_user_tag = self.tag < 0
+                mask = wire.CODE_MASK if any_user_tag else -1
+                want = element.code if any_user_tag else self.tag << wire.CODE_BITS | element.code
+                improbe = channel.improbe
+                any_source, any_tag, status = channel.any_message
+                try:
+                    for _ in engine.quick_polls:
+                        handle = improbe(any_source, any_tag, status)
+                        if handle is None:
+                            continue
+                        mpi_tag = status.tag
+                        source = status.source
+                        if mpi_tag & mask == want and (source == src or src < 0) and status.count == nbytes:
+                            handle.Recv(self._memory)
+                            box.sole = None
+                            box.receives = self.order = 0
+                            tag = mpi_tag >> wire.CODE_BITS
+                            self._result = Message(x, source, tag, nbytes // element.itemsize, nbytes, element)
+                            self._done = True
+                            engine.credit -= 1
+                            break
+                        channel.arrived(handle)
+                        if box.sole is not self:
+                            break
+                finally:
+                    engine.lock.release()
+                if engine.finished or self._callbacks is not None:
+                    self._announce()
+            if not self._done:
+                return (yield from super().__await__())
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def _announce(self) -> None:
+        engine = self._channel.engine
+        if self._done and self._callbacks is not None and self not in engine.finished:
+            engine.finished.append(self)
+        engine.flush()
 
 
 class ReceiveObject(Receive):

@@ -46,6 +46,11 @@ class SendReceive(Work[Message]):
     def _abandon(self) -> None:
         self._receive._abandon()
 
+    def _expire(self, error: BaseException) -> None:
+        """It took too long: the receive is withdrawn, the send goes on."""
+        self._fail(error)
+        self._receive._abandon()
+
     def cancel(self, msg: object = None) -> bool:
         return self._receive.cancel(msg)
 

@@ -38,7 +38,7 @@ def wire_tag(tag: int, code: int) -> int:
 
 def max_tag(limit: int) -> int:
     """The largest user tag where MPI's tags end at `limit`."""
-    return min(MAX_TAG, (limit >> CODE_BITS) - 1)
+    return min(MAX_TAG, ((limit + 1) >> CODE_BITS) - 1)
 
 
 def piece_sizes(nbytes: int) -> list[int]:

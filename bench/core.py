@@ -1,0 +1,324 @@
+"""Core: what awaiting costs above raw mpi4py. 2 ranks on 2 cores; the last case 4 ranks.
+
+    python bench/core.py [--rounds 21] [--json FILE] [--only WORD]
+
+starts itself on 2 and on 4 ranks with the environment's MPI and prints each
+ratio beside its target, with message matching, all checks, fairness and the
+failure policy on. Every case alternates both sides, round by round, after a
+warm-up of both, and checks its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import Result, Side, lines, show, summary  # noqa: E402  # beside this script
+
+import mpdist  # noqa: E402
+
+KIB, MIB = 1024, 1024**2
+
+
+class Bench:
+    """Both sides of every case on this rank.
+
+    Attributes:
+        world: ours.
+        comm: mpi4py's, a duplicate of the world.
+    """
+
+    def __init__(self, world: mpdist.Communicator, options: argparse.Namespace) -> None:
+        from mpi4py import MPI
+
+        self.world = world
+        self.MPI = MPI
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.peer = 1 - world.rank if world.size == 2 else 0
+        self.rounds: int = options.rounds
+        self.only: str = options.only
+        self.results: list[Result] = []
+
+    @property
+    def mpi(self) -> str:
+        return "MPICH" if "MPICH" in self.MPI.Get_library_version() else "Open MPI"
+
+    async def run(self) -> list[Result]:
+        cases = self.four_ranks() if self.world.size == 4 else self.two_ranks()
+        async for result in cases:
+            self.results.append(result)
+            if self.world.rank == 0:
+                print(f"{result.case}: {result.ratio:.2f}", file=sys.stderr, flush=True)
+        return self.results
+
+    def wants(self, case: str) -> bool:
+        return self.only in case
+
+    async def two_ranks(self) -> AsyncIterator[Result]:
+        by_mpi = {"MPICH": 1.8, "Open MPI": 4.0}[self.mpi]
+        stretch = {"MPICH": 1.5, "Open MPI": 3.3}[self.mpi]
+        for nbytes, number, target, best in (
+            (8, 2000, by_mpi, stretch),
+            (32 * KIB, 500, 1.6, None),
+            (64 * KIB, 300, 1.6, None),
+            (64 * MIB, 3, 1.05, None),
+        ):
+            if self.wants(case := f"ping-pong {_size(nbytes)} / raw Send, Recv"):
+                yield await self.compare(case, *self.ping_pong(nbytes), number, target=target, stretch=best)
+        if self.wants(case := "all_reduce of an 8-byte torch tensor / Allreduce of it"):
+            yield await self.compare(case, *self.small_all_reduce(), 1000, target=0.6, stretch=0.4)
+        for what in ("outstanding receives", "unexpected messages"):
+            if self.wants(case := f"message beside 10 000 {what} / beside 100"):
+                yield await self.crowded(case, what)
+        if self.wants("waiting"):
+            yield await self.waiting_cpu()
+            yield await self.wake_up()
+
+    async def four_ranks(self) -> AsyncIterator[Result]:
+        target = {"MPICH": 1.2, "Open MPI": 1.6}[self.mpi]
+        if self.wants(case := "1 MiB all_reduce + barrier, 4 ranks on 2 cores / raw"):
+            yield await self.compare(case, *self.reduce_and_barrier(), 20, target=target, stretch=0.5)
+
+    async def compare(
+        self, case: str, ours: Side, theirs: Side, number: int, *, target: float, stretch: float | None = None
+    ) -> Result:
+        """Rounds of `number` repetitions, ours and theirs in turn."""
+        for side in (ours, theirs):
+            await side(max(number // 4, 1) if number > 10 else number)
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(self.rounds):
+            for side, kept in zip((ours, theirs), times, strict=True):
+                self.comm.Barrier()
+                kept.append(await side(number) / number * 1e6)
+        return summary(
+            case, *times, ranks=self.world.size, mpi=self.mpi, target=target, stretch=stretch
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ the cases
+
+    def ping_pong(self, nbytes: int) -> tuple[Side, Side]:
+        """There and back."""
+        world, comm, peer = self.world, self.comm, self.peer
+        x = np.full(nbytes // 8, float(world.rank))
+        y = np.empty_like(x)
+
+        async def ours(number: int) -> float:
+            start = time.perf_counter()
+            if world.rank == 0:
+                for _ in range(number):
+                    await world.send(x, peer, 1)
+                    await world.recv(y, peer, 1)
+            else:
+                for _ in range(number):
+                    await world.recv(y, peer, 1)
+                    await world.send(x, peer, 1)
+            taken = time.perf_counter() - start
+            assert y[0] == y[-1] == peer
+            return taken
+
+        async def theirs(number: int) -> float:
+            start = time.perf_counter()
+            if world.rank == 0:
+                for _ in range(number):
+                    comm.Send(x, peer, 1)
+                    comm.Recv(y, peer, 1)
+            else:
+                for _ in range(number):
+                    comm.Recv(y, peer, 1)
+                    comm.Send(x, peer, 1)
+            return time.perf_counter() - start
+
+        return ours, theirs
+
+    def small_all_reduce(self) -> tuple[Side, Side]:
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise SystemExit("this case compares torch tensors: pip install 'mpdist[torch]'") from None
+        world, comm = self.world, self.comm
+        x = torch.zeros(1, dtype=torch.float64)
+
+        async def ours(number: int) -> float:
+            x.fill_(1)
+            start = time.perf_counter()
+            for _ in range(number):
+                await world.all_reduce(x, "max")
+            return time.perf_counter() - start
+
+        async def theirs(number: int) -> float:
+            start = time.perf_counter()
+            for _ in range(number):
+                comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.MAX)
+            taken = time.perf_counter() - start
+            assert x.item() == 1
+            return taken
+
+        return ours, theirs
+
+    async def crowded(self, case: str, what: str) -> Result:
+        """A ping-pong beside a crowd that does not match it."""
+        times: dict[int, list[float]] = {100: [], 10_000: []}
+        ping_pong, _ = self.ping_pong(8)
+        for _ in range(max(self.rounds // 4, 3)):
+            for crowd, kept in times.items():
+                async with self.world.dup() as apart:
+                    world, self.world = self.world, apart
+                    waiting = await self.gather_crowd(apart, crowd, what)
+                    ping_pong, _ = self.ping_pong(8)
+                    await ping_pong(50)
+                    kept.append(await ping_pong(1000) / 1000 * 1e6)
+                    await self.dissolve(apart, crowd, what, waiting)
+                    self.world = world
+        return summary(
+            case, times[10_000], times[100], ranks=2, mpi=self.mpi, target=2.0, stretch=1.2
+        )  # fmt: skip
+
+    async def gather_crowd(self, apart: mpdist.Communicator, crowd: int, what: str) -> list[mpdist.Work]:
+        if what == "outstanding receives":
+            waiting = [apart.recv(src=self.peer, tag=1000 + number) for number in range(crowd)]
+            await apart.barrier()
+            return waiting
+        token = np.zeros(1)
+        receive = apart.recv(src=self.peer, tag=900)
+        for number in range(crowd):
+            await apart.send(token, self.peer, 1000 + number)
+        await apart.send(token, self.peer, 900)
+        await receive  # the crowd has come before it, and is kept
+        return []
+
+    async def dissolve(
+        self, apart: mpdist.Communicator, crowd: int, what: str, waiting: list[mpdist.Work]
+    ) -> None:
+        token = np.zeros(1)
+        if what == "outstanding receives":
+            for number in range(crowd):
+                await apart.send(token, self.peer, 1000 + number)
+            for work in waiting:
+                await work
+        else:
+            for number in range(crowd):
+                await apart.recv(src=self.peer, tag=1000 + number)
+        await apart.barrier()
+
+    async def waiting_cpu(self) -> Result:
+        """Rank 1 waits one second for a message: processor time / time; against 1, a core that spins."""
+        world = self.world
+        x = np.zeros(1)
+        shares = []
+        for _ in range(max(self.rounds // 4, 3)):
+            await world.barrier()
+            if world.rank == 0:
+                time.sleep(1.0)
+                await world.send(x, 1)
+            else:
+                cpu, start = time.process_time(), time.perf_counter()
+                await world.recv(x, 0)
+                shares.append((time.process_time() - cpu) / (time.perf_counter() - start))
+        shares = await world.broadcast_object(shares, src=1)
+        return summary(
+            "waiting 1 s for a message: processor time / time", shares, [1.0] * len(shares),
+            ranks=2, mpi=self.mpi, unit="s", target=0.04, stretch=0.01,
+        )  # fmt: skip
+
+    async def wake_up(self) -> Result:
+        """Rank 1 has slept for 50 ms: from the send to its running on, against a read from a FIFO."""
+        world = self.world
+        path = await world.broadcast_object(os.path.join(tempfile.mkdtemp(), "fifo") if world.rank == 0 else None)
+        if world.rank == 0:
+            os.mkfifo(path)
+        await world.barrier()
+        fifo = os.open(path, os.O_WRONLY if world.rank == 0 else os.O_RDONLY)
+        ours, theirs = [], []
+        stamp = np.zeros(1)
+        for _ in range(self.rounds + 2):
+            await world.barrier()
+            if world.rank == 0:
+                time.sleep(0.05)
+                stamp[0] = time.perf_counter()
+                await world.send(stamp, 1)
+            else:
+                await world.recv(stamp, 0)
+                ours.append((time.perf_counter() - stamp[0]) * 1e6)
+            await world.barrier()
+            if world.rank == 0:
+                time.sleep(0.05)
+                os.write(fifo, np.float64(time.perf_counter()).tobytes())
+            else:
+                sent = np.frombuffer(os.read(fifo, 8))[0]
+                theirs.append((time.perf_counter() - sent) * 1e6)
+        os.close(fifo)
+        if world.rank == 0:
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
+        ours, theirs = await world.broadcast_object((ours[2:], theirs[2:]), src=1)
+        return summary(
+            "waiting: wake-up / of a FIFO", ours, theirs, ranks=2, mpi=self.mpi, target=1.5
+        )  # fmt: skip
+
+    def reduce_and_barrier(self) -> tuple[Side, Side]:
+        world, comm = self.world, self.comm
+        x = np.ones(MIB // 4, np.float32)
+
+        async def ours(number: int) -> float:
+            x[:] = 1
+            start = time.perf_counter()
+            for _ in range(number):
+                await world.all_reduce(x, "max")
+                await world.barrier()
+            taken = time.perf_counter() - start
+            assert x[0] == x[-1] == 1
+            return taken
+
+        async def theirs(number: int) -> float:
+            start = time.perf_counter()
+            for _ in range(number):
+                comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.MAX)
+                comm.Barrier()
+            return time.perf_counter() - start
+
+        return ours, theirs
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Run this script on 2 and on 4 ranks, one after the other."""
+    for ranks in (2, 4):
+        command = [sys.executable, "-m", "mpdist", "run", "-n", str(ranks), __file__, *sys.argv[1:]]
+        subprocess.run(command, check=True, env={**os.environ, "MPDIST_BENCH_RANK": "1", "OMP_NUM_THREADS": "1"})
+
+
+async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
+    results = await Bench(world, options).run()
+    if world.rank == 0 and results:
+        show(results)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(lines(results))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--json", help="append one JSON line per case to this file")
+    parser.add_argument("--only", default="", help="cases that contain this word")
+    arguments = parser.parse_args()
+    if "MPDIST_BENCH_RANK" in os.environ:
+        mpdist.run(main, arguments)
+    else:
+        launch(arguments)

@@ -1,0 +1,86 @@
+"""Measuring: two sides alternate in one run, medians of the rounds, a ratio against its target.
+
+The machine may be shared and its cores far apart for whole runs, so a time by
+itself says little: only ratios of times from the same run are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import IO
+
+import numpy as np
+
+Side = Callable[[int], Awaitable[float]]
+"""Does something n times on this rank, and returns the seconds that it took."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        case: what was measured.
+        ours, theirs: median over the rounds, in `unit`.
+        ratio: median over the rounds of ours / theirs.
+        target, stretch: the ratio is to be at most this.
+    """
+
+    case: str
+    ranks: int
+    mpi: str
+    ours: float
+    theirs: float
+    unit: str
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    target: float | None = None
+    stretch: float | None = None
+
+
+def summary(
+    case: str,
+    ours: list[float],
+    theirs: list[float],
+    *,
+    ranks: int,
+    mpi: str,
+    unit: str = "us",
+    target: float | None = None,
+    stretch: float | None = None,
+) -> Result:
+    """Medians, and the quartiles of the ratio."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, _, high = np.percentile(ratios, [25, 50, 75])
+    return Result(
+        case, ranks, mpi, statistics.median(ours), statistics.median(theirs), unit,
+        statistics.median(ratios), float(low), float(high), len(ratios), target, stretch,
+    )  # fmt: skip
+
+
+def show(results: list[Result], stream: IO[str] | None = None) -> None:
+    """The table on the screen."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        raise SystemExit("this benchmark prints with rich: pip install 'mpdist[bench]'") from None
+    table = Table("what", "ranks", "mpdist", "other", "ratio", "quartiles", "target", "")
+    for each in results:
+        met = each.target is None or each.ratio <= each.target
+        table.add_row(
+            each.case, str(each.ranks), f"{each.ours:.4g} {each.unit}", f"{each.theirs:.4g} {each.unit}",
+            f"{each.ratio:.2f}", f"{each.low:.2f} - {each.high:.2f}",
+            "" if each.target is None else f"<= {each.target:g}", "[green]met[/]" if met else "[red]missed[/]",
+        )  # fmt: skip
+    Console(file=stream, width=130).print(table)
+
+
+def lines(results: list[Result]) -> str:
+    """One JSON object a line, so that two runs can be compared."""
+    return "".join(json.dumps(asdict(each)) + "\n" for each in results)

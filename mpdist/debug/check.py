@@ -1,0 +1,50 @@
+"""Check: before a collective runs, all ranks gather what each of them calls.
+
+The comparison is the collective's own first step, on the same communicator. So it
+keeps the order of collectives, and where ranks differ nothing was executed: all of
+them skip the call, and the communicator stays usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.debug.fingerprint import NBYTES, Call, describe_mismatch, is_mismatch
+from mpdist.debug.lines import caller
+from mpdist.errors import CollectiveMismatch
+from mpdist.memory import as_buffer
+from mpdist.progress.collective import Steps
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.engine import Engine
+
+
+def install_debug(engine: Engine) -> None:
+    """Compare all collectives of the communicators made from now on; to be done on all ranks."""
+    engine.check = check
+
+
+def check(channel: Channel, op: str, details: Callable[[], str], steps: Steps[Any]) -> Steps[Any]:
+    """The steps, after a comparison.
+
+    Raises (in the collective's Work, on all ranks):
+        CollectiveMismatch: with each rank's call and line.
+    """
+    return _compared(channel, channel.sequence + 1, Call(op, details(), caller()), steps)
+
+
+def _compared(channel: Channel, sequence: int, call: Call, steps: Steps[Any]) -> Steps[Any]:
+    rows = np.zeros((channel.size, NBYTES), np.uint8)
+    yield channel.transport.iall_gather(as_buffer(call.pack()), as_buffer(rows, writable=True))
+    calls = {rank: Call.unpack(row.tobytes()) for rank, row in enumerate(rows)}
+    if is_mismatch(calls):
+        steps.close()
+        raise CollectiveMismatch(
+            describe_mismatch(channel.name, sequence, calls),
+            {rank: f"{each.text} ({each.site})" for rank, each in calls.items()},
+        )
+    return (yield from steps)

@@ -1,0 +1,303 @@
+"""Diagnosis: what the ranks' answers say about an operation that waits.
+
+Records in, words and decisions out: no MPI, no threads, no clock. Answers are
+kept by world rank; texts name ranks as the operation's communicator counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from mpdist.debug.fingerprint import Call, describe_mismatch, is_mismatch, ranks_text
+
+# A report tells of so many operations, and of so many ranks one by one.
+MOST_OPERATIONS = 4
+MOST_RANKS = 8
+
+# Ranks begin to wait at slightly different times; so near to the limit they count as equal.
+NEARLY = 0.9
+
+
+class Kind(Enum):
+    """What an operation waits for."""
+
+    COLLECTIVE = "all members to call it"
+    RECEIVE = "one of its peers to send"
+    SEND = "its peer to receive"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A pending operation of this rank.
+
+    Attributes:
+        text: `all_reduce float32 x 4 sum #3 on 'world'`.
+        key: communicator, the same on all its members.
+        members: world ranks of the communicator, in its order.
+        own: this rank's number there.
+        sequence: of a collective.
+        peers: world ranks of which it needs all (collective), any (receive), the one (send).
+        site: line of the call, where it is known.
+        seconds: waited so far.
+        is_moving: a message has been met and is being transferred.
+    """
+
+    kind: Kind
+    text: str
+    key: str
+    name: str
+    members: tuple[int, ...]
+    own: int
+    sequence: int
+    peers: tuple[int, ...]
+    site: str
+    seconds: float
+    is_moving: bool = False
+
+    @property
+    def where(self) -> str:
+        """The whole text, with rank and line."""
+        place = f" ({self.site})" if self.site else ""
+        return f"{self.text} (rank {self.own} of {len(self.members)}){place}"
+
+    def rank_in(self, world_rank: int) -> int:
+        """A member's number in the communicator."""
+        return self.members.index(world_rank)
+
+    def ranks_text(self, world_ranks: Sequence[int]) -> str:
+        return ranks_text([self.rank_in(rank) for rank in world_ranks])
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A collective as a rank has posted it.
+
+    Attributes:
+        details: None when it is over.
+        seconds: waited so far; None when it is over.
+    """
+
+    sequence: int
+    op: str
+    details: str | None
+    site: str
+    seconds: float | None
+
+    @property
+    def call(self) -> Call:
+        return Call(self.op, self.details, self.site)
+
+
+@dataclass(frozen=True)
+class ChannelState:
+    """One communicator on another rank.
+
+    Attributes:
+        posted: number of collectives; None where the communicator is not known.
+        calls: the last of them.
+        sends: pending sends to the rank that asks.
+        receives: pending receives that its messages may meet, or are meeting.
+    """
+
+    posted: int | None = None
+    calls: tuple[Posted, ...] = ()
+    sends: int = 0
+    receives: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        place: the line at which its Python is.
+        waits: the operations that it waits for itself.
+        channels: by key, those that were asked for.
+    """
+
+    is_finished: bool = False
+    place: str = ""
+    waits: tuple[str, ...] = ()
+    channels: Mapping[str, ChannelState] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, record: dict[str, Any]) -> Answer:
+        """Inverse of as_json, after JSON has made lists of tuples."""
+        channels = {
+            key: ChannelState(**{**state, "calls": tuple(Posted(**call) for call in state["calls"])})
+            for key, state in record["channels"].items()
+        }
+        return cls(record["is_finished"], record["place"], tuple(record["waits"]), channels)
+
+    def channel(self, operation: Operation) -> ChannelState:
+        return self.channels.get(operation.key, ChannelState())
+
+    def call(self, operation: Operation) -> Posted | None:
+        """What it has posted in the place of this collective, if it is still known."""
+        found = [call for call in self.channel(operation).calls if call.sequence == operation.sequence]
+        return found[0] if found else None
+
+
+Answers = Mapping[int, Answer]
+"""By world rank; ranks that did not answer are missing."""
+
+
+# ---------------------------------------------------------------------- who is missing
+
+
+def missing(operation: Operation, answers: Answers) -> list[int]:
+    """World ranks that it waits for, as far as known; those that don't answer are among them."""
+    if operation.kind is not Kind.COLLECTIVE:
+        return list(operation.peers)
+    return [rank for rank in operation.peers if rank not in answers or not _has_posted(operation, answers[rank])]
+
+
+def _has_posted(operation: Operation, answer: Answer) -> bool:
+    posted = answer.channel(operation).posted
+    return posted is not None and posted >= operation.sequence
+
+
+def mismatch(operation: Operation, answers: Answers) -> str:
+    """The calls of all ranks, where they cannot be one collective; else empty."""
+    if operation.kind is not Kind.COLLECTIVE:
+        return ""
+    posted = {operation.rank_in(rank): answer.call(operation) for rank, answer in answers.items()}
+    calls = {rank: call.call for rank, call in posted.items() if call is not None}
+    return describe_mismatch(operation.name, operation.sequence, calls) if is_mismatch(calls) else ""
+
+
+def is_spokesman(operation: Operation, rank: int, answers: Answers, report_after: float) -> bool:
+    """Whether this rank reports a collective: no lower one has waited for it as long."""
+    for other, answer in answers.items():
+        call = answer.call(operation) if operation.kind is Kind.COLLECTIVE and other < rank else None
+        if call is not None and call.seconds is not None and call.seconds >= NEARLY * report_after:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------- words
+
+
+def explain(operation: Operation, answers: Answers) -> str:
+    """Who has come, who has not and where they are; lines, indented."""
+    lines = []
+    different = mismatch(operation, answers)
+    if different:
+        lines.append(different)
+    late = missing(operation, answers)
+    if operation.kind is Kind.COLLECTIVE:
+        arrived = [rank for rank in operation.members if rank in answers and rank not in late]
+        lines.append(f"arrived: {operation.ranks_text(arrived)}" if arrived else "nobody has arrived")
+        if not late and not different:
+            lines.append("all ranks have called it: it is being carried out")
+    told = [rank for rank in late if rank in answers]
+    for rank in told[:MOST_RANKS]:
+        lines.append(f"{_verb(operation)}{operation.ranks_text([rank])}: {about(operation, answers[rank])}")
+    if len(told) > MOST_RANKS:
+        lines.append(f"{_verb(operation)}{operation.ranks_text(told[MOST_RANKS:])} too")
+    mute = [rank for rank in late if rank not in answers]
+    if mute:
+        lines.append(f"no answer (dead, stopped, or cut off): {operation.ranks_text(mute)}")
+    return "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
+
+
+def _verb(operation: Operation) -> str:
+    return "not arrived: " if operation.kind is Kind.COLLECTIVE else ""
+
+
+def about(operation: Operation, answer: Answer) -> str:
+    """`last collective all_reduce #2 (train.py:30), now at train.py:36 in load_batch: time.sleep(60)`."""
+    state = answer.channel(operation)
+    parts = [_last_collective(state)]
+    if operation.kind is Kind.RECEIVE and state.sends:
+        parts.append(f"{state.sends} of its sends to this rank are pending")
+    parts.append("has finished" if answer.is_finished else f"now at {answer.place}")
+    if answer.waits and not answer.is_finished:
+        parts.append(f"waits in {answer.waits[0]}")
+    return ", ".join(parts)
+
+
+def _last_collective(state: ChannelState) -> str:
+    if state.posted is None:
+        return "has closed this communicator, or never had it"
+    if not state.calls:
+        return "no collective yet"
+    last = state.calls[-1]
+    return f"last collective {last.op} #{last.sequence} ({last.site})"
+
+
+def report(host: str, rank: int, operations: Sequence[Operation], answers: Answers, more: int = 0) -> str:
+    """The text for stderr."""
+    parts = [f"mpdist: rank {rank} ({host}) waits for {len(operations) + more} operation(s) that take long:"]
+    for operation in operations:
+        parts.append(f"  {operation.where}, for {operation.seconds:.3g} s")
+        parts.append(explain(operation, answers))
+    if more:
+        parts.append(f"  and {more} more")
+    return "\n".join(parts)
+
+
+def timeout_text(operation: Operation, limit: float, answers: Answers | None) -> str:
+    """The text of a WorkTimeout.
+
+    Args:
+        answers: None where other ranks can't be asked.
+    """
+    text = f"{operation.where} is not done after {limit:g} s"
+    if answers is None:
+        return f"{text}; who is late is not known, because this MPI does not allow threads"
+    late = missing(operation, answers)
+    return f"{text}{late and ', waiting for ' + operation.ranks_text(late) or ''}\n{explain(operation, answers)}"
+
+
+# ---------------------------------------------------------------------- waiting for what cannot come
+
+
+def doomed(operation: Operation, finished: Answers) -> list[int]:
+    """World ranks that have finished and without which it can't end; empty while it may still end.
+
+    Args:
+        finished: answers of ranks that have finished.
+    """
+    gone = [rank for rank in operation.peers if rank in finished]
+    if operation.is_moving or not gone:
+        return []
+    states = {rank: finished[rank].channel(operation) for rank in gone}
+    if operation.kind is Kind.COLLECTIVE:
+        posted = {rank: state.posted for rank, state in states.items()}
+        return [rank for rank, number in posted.items() if number is not None and number < operation.sequence]
+    if operation.kind is Kind.SEND:
+        return [rank for rank, state in states.items() if not state.receives]
+    if len(gone) == len(operation.peers) and not any(state.sends for state in states.values()):
+        return gone
+    return []
+
+
+def stuck(any_of: Sequence[Operation], all_of: Sequence[Operation], finished: Answers) -> tuple[Operation, list[int]] | None:
+    """An operation for which this rank waits in vain, and the finished ranks that it waits for.
+
+    Args:
+        any_of: one that is doomed is enough.
+        all_of: all must be, because each of them may set the rank going again.
+    """
+    for operation in any_of:
+        ranks = doomed(operation, finished)
+        if ranks:
+            return operation, ranks
+    verdicts = [(operation, doomed(operation, finished)) for operation in all_of]
+    if verdicts and all(ranks for _, ranks in verdicts):
+        return verdicts[0]
+    return None
+
+
+def stuck_text(rank: int, operation: Operation, ranks: Sequence[int]) -> str:
+    """`rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished`."""
+    place = f" ({operation.site})" if operation.site else ""
+    have = "which has finished" if len(ranks) == 1 else "which have finished"
+    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}"
