@@ -5,7 +5,7 @@ the others, so equal shares in advance would leave some ranks idle. All ranks
 work; rank 0 also serves, in a second coroutine, while a thread of it computes.
 
 $ mpirun -n 4 python examples/05_task_farm.py
-45 rows are right; 633 points never leave the circle
+45 rows are right; 642 points never leave the circle
 rows done by each rank: [...]
 """
 

@@ -16,13 +16,14 @@ import numpy as np
 import mpdist
 
 SHAPE, STEPS, CONDUCTIVITY = (90, 64), 200, 0.2
-Side = tuple[int, tuple[int | slice, ...], tuple[int | slice, ...]]  # neighbour, our edge, its cells in our margin
+Cells = tuple[int | slice, int | slice]
+Side = tuple[int, Cells, Cells]  # a neighbour, our edge next to it, its cells in our margin
 
 
 def sides_of(rank: int, rows: int, columns: int) -> list[Side]:
     """Neighbours above, below, left and right, as far as there are any."""
     row, column = divmod(rank, columns)
-    around = [
+    around: list[tuple[bool, int, Cells, Cells]] = [
         (row > 0, rank - columns, np.s_[1, 1:-1], np.s_[0, 1:-1]),
         (row < rows - 1, rank + columns, np.s_[-2, 1:-1], np.s_[-1, 1:-1]),
         (column > 0, rank - 1, np.s_[1:-1, 1], np.s_[1:-1, 0]),

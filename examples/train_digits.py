@@ -1,26 +1,33 @@
 """Train: a network learns handwritten digits by data-parallel SGD, its gradients averaged over the ranks.
 
 The main job. scikit-learn brings the pictures, so nothing is downloaded. All
-ranks hold the same network. A batch has the same pictures on any number of ranks:
-each rank takes its share of them, and `all_reduce(..., op="avg")` joins the
-gradients. So the mathematics does not depend on the number of ranks. Rounding
-does, and the accuracies on 1, 2 and 4 ranks agree within 1.5 points (7 of the 450 test pictures).
+ranks hold the same network, and each batch holds the same pictures on any number
+of ranks: a rank takes its share of them, and `all_reduce(..., op="avg")` joins
+the gradients. So the mathematics does not depend on the number of ranks; only
+rounding does. Accuracies on 1, 2 and 4 ranks agree within 1.5 points (7 of 450 pictures);
+with seeds 0 to 7 they were the same in all digits printed.
 
-NumPy computes by default; with --torch a torch module, whose gradient tensors
-are given to mpdist as they are. Losses and accuracies are those of all ranks together.
+NumPy computes by default; with --torch a torch module does, whose gradient
+tensors are given to mpdist as they are. Loss and accuracy are those of all ranks together.
 
 $ mpirun -n 2 python examples/train_digits.py
-OUTPUT
+epoch  1: loss 1.77..., test accuracy 86.2 %
+...
+epoch 20: loss 0.04..., test accuracy 96.9 %
+test accuracy 96.9 % after 20 epochs in ... s, ranks: 2
 
-Ranks share the cores, so each must compute with one thread; here threadpoolctl
-and torch.set_num_threads see to that. In programs of your own the variable
-OMP_NUM_THREADS=1 does it too, when it is set before Python starts.
+$ mpirun -n 2 python examples/train_digits.py --torch --progress
+test accuracy 97.3 % after 20 epochs in ... s, ranks: 2
+
+Ranks share the cores, so each is to compute with one thread: threadpoolctl and
+torch.set_num_threads see to that here. OMP_NUM_THREADS=1, set before Python
+starts, does it in any program.
 """
 
 import argparse
 import sys
 import time
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,13 +38,12 @@ try:
     from sklearn.model_selection import train_test_split
     from threadpoolctl import threadpool_limits
     from tqdm import tqdm
-except ImportError as error:
-    raise SystemExit(f"train_digits.py needs {error.name}: pip install 'mpdist[examples]'") from error
+except ModuleNotFoundError as error:
+    raise SystemExit(f"train_digits.py: {error}; pip install 'mpdist[examples]'") from error
 
-HIDDEN = 64
-MOMENTUM = 0.9
-
+HIDDEN, MOMENTUM = 64, 0.9
 Array: TypeAlias = np.ndarray
+Arrays: TypeAlias = list[Any]  # NumPy arrays or torch tensors
 
 
 class Pictures(NamedTuple):
@@ -62,7 +68,7 @@ class NumpyNetwork:
         w1, b1, w2, b2 = self.parameters
         return np.maximum(x @ w1 + b1, 0) @ w2 + b2
 
-    def gradients(self, batch: Pictures, weight: float) -> tuple[float, list[Array]]:
+    def gradients(self, batch: Pictures, weight: float) -> tuple[float, Arrays]:
         """The summed loss, and the derivatives of `weight` times that loss by the parameters."""
         w1, b1, w2, b2 = self.parameters
         hidden = np.maximum(batch.x @ w1 + b1, 0)
@@ -81,22 +87,19 @@ class TorchNetwork:
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
+        self.torch = torch
         self.module = torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10))
         self.parameters = [parameter.detach() for parameter in self.module.parameters()]
 
     def scores(self, x: Array) -> Array:
-        import torch
+        with self.torch.no_grad():
+            return self.module(self.torch.from_numpy(x)).numpy()
 
-        with torch.no_grad():
-            return self.module(torch.from_numpy(x)).numpy()
-
-    def gradients(self, batch: Pictures, weight: float) -> tuple[float, list]:
-        """The summed loss, and the derivatives of `weight` times that loss by the parameters."""
-        import torch
-
+    def gradients(self, batch: Pictures, weight: float) -> tuple[float, Arrays]:
+        """As in NumpyNetwork."""
         self.module.zero_grad()
-        scores = self.module(torch.from_numpy(batch.x))
-        loss = torch.nn.functional.cross_entropy(scores, torch.from_numpy(batch.y), reduction="sum")
+        scores = self.module(self.torch.from_numpy(batch.x))
+        loss = self.torch.nn.functional.cross_entropy(scores, self.torch.from_numpy(batch.y), reduction="sum")
         (weight * loss).backward()
         return loss.item(), [parameter.grad for parameter in self.module.parameters()]
 
@@ -124,40 +127,53 @@ def load_pictures(seed: int) -> tuple[Pictures, Pictures]:
     return Pictures(x_train, y_train), Pictures(x_test, y_test)
 
 
+class Sgd:
+    """Stochastic gradient descent with momentum, in place; the same lines for NumPy and torch."""
+
+    def __init__(self, parameters: Arrays, rate: float) -> None:
+        self.parameters = parameters
+        self.rate = rate
+        self.velocities = [0 * parameter for parameter in parameters]
+
+    def step(self, gradients: Arrays) -> None:
+        for parameter, velocity, gradient in zip(self.parameters, self.velocities, gradients, strict=True):
+            velocity *= MOMENTUM
+            velocity += gradient
+            parameter -= self.rate * velocity
+
+
 async def train(
-    world: mpdist.Communicator, network: Network, pictures: Pictures, batches: list[Array], rate: float, velocities: list
+    world: mpdist.Communicator, network: Network, optimizer: Sgd, pictures: Pictures, batches: list[Array]
 ) -> float:
-    """Go once through the batches; returns the summed loss of this rank's shares."""
-    total = 0.0
+    """Go once through the batches; returns the mean loss of all pictures, over all ranks."""
+    total = np.zeros(1)
     for batch in batches:
-        # Shares differ in size, and the last may be empty. Each rank's derivatives are those of its *summed* loss;
-        # times size / len(batch), their average over the ranks is the derivative of the batch's mean loss.
+        # Shares differ in size, and the last may be empty: so each rank derives its *summed* loss, times
+        # size / len(batch), and the average of that over the ranks is the derivative of the batch's mean loss.
         share = pictures.take(np.array_split(batch, world.size)[world.rank])
         loss, gradients = network.gradients(share, world.size / len(batch))
         averages = [world.all_reduce(gradient, op="avg") for gradient in gradients]
-        for average, parameter, velocity in zip(averages, network.parameters, velocities, strict=True):
-            velocity *= MOMENTUM
-            velocity += await average
-            parameter -= rate * velocity
+        optimizer.step([await average for average in averages])
         total += loss
-    return total
+    await world.all_reduce(total)
+    return float(total[0]) / len(pictures.y)
 
 
-async def count_correct(world: mpdist.Communicator, network: Network, pictures: Pictures) -> int:
-    """How many pictures all ranks together recognise, each in its share of them."""
+async def test(world: mpdist.Communicator, network: Network, pictures: Pictures) -> float:
+    """Percentage of the pictures that the ranks recognise, each in its share of them."""
     share = pictures.take(slice(world.rank, None, world.size))
-    correct = np.array(np.count_nonzero(network.scores(share.x).argmax(axis=1) == share.y))
+    correct = np.array([np.count_nonzero(network.scores(share.x).argmax(axis=1) == share.y)])
     await world.all_reduce(correct)
-    return int(correct)
+    return 100 * float(correct[0]) / len(pictures.y)
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     train_pictures, test_pictures = load_pictures(options.seed)
-    number = len(train_pictures.y)
-    network = (TorchNetwork if options.torch else NumpyNetwork)(options.seed)
+    network = TorchNetwork(options.seed) if options.torch else NumpyNetwork(options.seed)
     for parameter in network.parameters:
         await world.broadcast(parameter, src=0)
-    velocities = [0 * parameter for parameter in network.parameters]
+    optimizer = Sgd(network.parameters, options.lr)
+    number = len(train_pictures.y)
     order = np.random.default_rng(options.seed)  # the same on all ranks
     shows_bar = world.rank == 0 and (options.progress or sys.stderr.isatty())
 
@@ -165,11 +181,10 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     with tqdm(total=options.epochs, unit="epoch", disable=not shows_bar) as bar:
         for epoch in range(1, options.epochs + 1):
             batches = np.split(order.permutation(number), range(options.batch, number, options.batch))
-            loss = np.array(await train(world, network, train_pictures, batches, options.lr, velocities))
-            await world.all_reduce(loss)
-            accuracy = 100 * await count_correct(world, network, test_pictures) / len(test_pictures.y)
-            text = f"loss {loss / number:.4f}, test accuracy {accuracy:.1f} %"
-            bar.set_postfix_str(text)
+            loss = await train(world, network, optimizer, train_pictures, batches)
+            accuracy = await test(world, network, test_pictures)
+            text = f"loss {loss:.4f}, test accuracy {accuracy:.1f} %"
+            bar.set_postfix_str(text, refresh=False)
             bar.update()
             if world.rank == 0 and not shows_bar:
                 print(f"epoch {epoch:2}: {text}", flush=True)

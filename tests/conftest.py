@@ -37,11 +37,12 @@ class _TestFailed(Exception):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember a failure for the fixtures, which would else wait for ranks that do not come."""
-    report = yield
-    item.stash[has_failed] = item.stash.get(has_failed, False) or report.failed
-    return report
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember a failure, also an expected one, for fixtures that would else wait for ranks that do not come."""
+    item.stash[has_failed] = item.stash.get(has_failed, False) or call.excinfo is not None
+    return (yield)
 
 
 @pytest.fixture(scope="session")

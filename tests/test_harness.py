@@ -9,6 +9,9 @@ import psutil
 import pytest
 from ranks.verdict import Record, judge
 
+# Each starts several launches; with Open MPI a launch takes a second at rest.
+pytestmark = [pytest.mark.job, pytest.mark.limit(240)]
+
 INI = """
 [pytest]
 asyncio_mode = auto
@@ -43,7 +46,7 @@ class Suite:
         return self.again(*arguments)
 
     def again(self, *arguments: str) -> pytest.RunResult:
-        return self._pytester.runpytest_subprocess("-v", *arguments, timeout=50)
+        return self._pytester.runpytest_subprocess("-v", *arguments, timeout=100)
 
 
 @pytest.fixture

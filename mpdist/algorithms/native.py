@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
 
 @single_step
-def barrier(transport: Transport) -> Steps[None]:
-    yield transport.ibarrier()
-
-
-@single_step
-def broadcast(transport: Transport, x: Buffer, src: int) -> Steps[Any]:
-    yield transport.ibroadcast(x, src)
-    return x.owner
-
-
-@single_step
 def all_reduce(transport: Transport, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
     """x None: in place."""
     if how.is_direct:
@@ -97,18 +86,6 @@ def reduce_scatterv(transport: Transport, x: Buffer, out: Buffer, counts: Sequen
 def gather(transport: Transport, x: Buffer, out: Buffer | None, dst: int) -> Steps[Any]:
     yield transport.igather(x, out, dst)
     return None if out is None else out.owner
-
-
-@single_step
-def all_gather(transport: Transport, x: Buffer, out: Buffer) -> Steps[Any]:
-    yield transport.iall_gather(x, out)
-    return out.owner
-
-
-@single_step
-def all_to_all(transport: Transport, x: Buffer, out: Buffer) -> Steps[Any]:
-    yield transport.iall_to_all(x, out)
-    return out.owner
 
 
 # ---------------------------------------------------------------------- a function as op: gather, fold in rank order

@@ -31,7 +31,7 @@ class Collectives(Operations):
     @operation
     def barrier(self) -> Work[None]:
         """Done when all ranks have called it."""
-        return self._channel.post("barrier", native.barrier, _nothing)
+        return self._channel.post_direct("barrier", _nothing, None, self._channel.transport.ibarrier)
 
     @operation
     def broadcast(self, x: object, src: int) -> Work[Any]:
@@ -45,9 +45,10 @@ class Collectives(Operations):
         """
         src = self._rank(src, "src")
         buffer = host_buffer(x, writable=src != self.rank)
-        return self._channel.post("broadcast", native.broadcast, lambda: f"{_text(buffer)} from {src}", buffer, src)
+        return self._channel.post_direct(
+            "broadcast", lambda: f"{_text(buffer)} from {src}", x, self._channel.transport.ibroadcast, buffer, src
+        )
 
-    @operation
     def all_reduce(self, x: object, op: OpLike = "sum", *, out: object = None) -> Work[Any]:
         """Reduce `x` over all ranks; all get the result.
 
@@ -62,6 +63,29 @@ class Collectives(Operations):
 
         See MPI_Iallreduce.
         """
+        try:
+            if out is None:
+                target = host_buffer(x, writable=True)
+                how = self._reduction(op, target)
+                if isinstance(how, Reduction) and how.is_direct:
+                    channel = self._channel
+                    return channel.post_direct(
+                        "all_reduce",
+                        lambda: f"{_text(target)} {_name(op)}",
+                        x,
+                        channel.transport.iall_reduce,
+                        None,
+                        target,
+                        how.mpi_op,
+                        caller=2,
+                    )
+        except UsageError as error:
+            raise self._explained("all_reduce", error) from error.__cause__
+        return self._all_reduce(x, op, out)
+
+    @operation
+    def _all_reduce(self, x: object, op: OpLike, out: object) -> Work[Any]:
+        """What is more than one call of MPI."""
         source: Buffer | None = None
         if out is None:
             target = host_buffer(x, writable=True)
@@ -189,7 +213,9 @@ class Collectives(Operations):
             )
         source = host_buffer(x)
         target = self._gathered(source, out)
-        return self._channel.post("all_gather", native.all_gather, lambda: _text(source), source, target)
+        return self._channel.post_direct(
+            "all_gather", lambda: _text(source), target.owner, self._channel.transport.iall_gather, source, target
+        )
 
     @operation
     def scatter(self, x: object, src: int, *, out: object = None) -> Work[Any]:
@@ -245,7 +271,9 @@ class Collectives(Operations):
         source = host_buffer(x)
         self._block_shape(source)
         target = self._output(source, out, source.shape)
-        return self._channel.post("all_to_all", native.all_to_all, lambda: _text(source), source, target)
+        return self._channel.post_direct(
+            "all_to_all", lambda: _text(source), target.owner, self._channel.transport.iall_to_all, source, target
+        )
 
     # ------------------------------------------------------------------ checks
 

@@ -8,7 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
-from mpdist.memory import Buffer, as_buffer
+from mpdist.memory import HOST, Buffer, as_buffer
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -21,7 +21,7 @@ R = TypeVar("R")
 def host_buffer(x: object, *, writable: bool = False) -> Buffer:
     """as_buffer for memory that MPI can reach."""
     buffer = as_buffer(x, writable=writable)
-    if not buffer.device.is_host:
+    if buffer.device is not HOST:
         raise UnsupportedBuffer(
             f"got an array on {buffer.device}; this MPI transport takes host memory: copy it there first"
         )
@@ -71,7 +71,7 @@ class Operations:
 
 def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
     """Let the errors of a method say operation, communicator and rank."""
-    op = method.__name__
+    op = method.__name__.lstrip("_")
 
     @functools.wraps(method)
     def explained(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:

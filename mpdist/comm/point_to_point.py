@@ -10,7 +10,7 @@ from numpy import ndarray
 from mpdist.comm.operation import Operations, host_buffer, operation
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
-from mpdist.memory import BY_DTYPE
+from mpdist.memory import BY_DTYPE, overlap
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
 from mpdist.progress.receive import EAGER_BYTES, Probe, Receive, ReceiveEither, ReceiveObject, SmallReceive
@@ -116,10 +116,12 @@ class PointToPoint(Operations):
         Returns:
             A Work of the received Message, done when both are.
         """
-        return SendReceive(
-            self.recv(out, dst if src is None else src, tag),
-            self.send(x, dst, tag),
-        )
+        dst, tag = self._rank(dst, "dst"), self._tag(tag)
+        source = host_buffer(x)
+        if out is not None and overlap(source, host_buffer(out, writable=True)):
+            raise UsageError("x and out overlap in memory; give out memory of its own")
+        # All of the send's arguments are checked by now: a receive without its send would take a message.
+        return SendReceive(self.recv(out, dst if src is None else src, tag), self.send(x, dst, tag))
 
     @operation
     def probe(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[ProbedMessage]:
@@ -155,9 +157,10 @@ class PointToPoint(Operations):
         `async for message in comm.messages(tag=3): ...`
         """
         pattern = self._pattern(src, tag)
+        kind = ReceiveEither if self.allow_pickle else Receive
         while True:
             try:
-                work = self._channel.receive(ReceiveEither(self._channel, None, *pattern))
+                work = self._channel.receive(kind(self._channel, None, *pattern))
             except ClosedError:
                 return
             yield await work

@@ -11,18 +11,17 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import ClosedError
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
-from mpdist.progress.collective import Collective, Program, Steps, check_task
+from mpdist.progress.collective import Collective, Direct, Place, Program, Steps, check_task, one_call
 from mpdist.progress.mailbox import Mailbox
 from mpdist.progress.message import Incoming, Message, ProbedMessage
 from mpdist.progress.pickling import decode
-from mpdist.progress.receive import Receive
+from mpdist.progress.receive import Receive, ReceiveEither
 from mpdist.progress.send import Send, Sent, SentAndTurn
 from mpdist.progress.work import Work
 
@@ -34,7 +33,7 @@ W = TypeVar("W", bound=Collective[Any])
 Check = Callable[["Channel", str, Callable[[], str], Steps[Any]], Steps[Any]]
 """Wraps a collective's steps, to compare it between ranks first."""
 
-# The user's frame, seen from `post`: it is called by a method of Communicator inside its `operation` wrapper.
+# The user's frame, seen from `post_direct` called by a method of Communicator inside its `operation` wrapper.
 CALLER = 3
 
 # How many messages one look takes at the most, so that a flood does not hold a turn.
@@ -53,6 +52,7 @@ class Channel:
     Attributes:
         name: for texts, and the same on all members, so that ranks can speak about it.
         world_ranks: the members' ranks in the world.
+        peers: the same without this rank.
         box: posted receives and unclaimed messages.
         sequence: number of collectives posted so far.
         recent: name and place of the last of them.
@@ -67,11 +67,12 @@ class Channel:
         self.rank = transport.rank
         self.size = transport.size
         self.world_ranks = tuple(world_ranks)
+        self.peers = tuple(rank for place, rank in enumerate(self.world_ranks) if place != self.rank)
         self.max_tag = wire.max_tag(transport.max_tag)
         self.box: Mailbox[Receive, Incoming] = Mailbox()
         self.is_listening = False
         self.sequence = 0
-        self.recent: deque[tuple[str, tuple[CodeType, int] | None]] = deque(maxlen=RECENT)
+        self.recent: deque[tuple[str, Place | None]] = deque(maxlen=RECENT)
         self.timeout: float | None = None
         self.broken = ""
         self.collectives: deque[Collective[Any]] = deque()
@@ -213,7 +214,9 @@ class Channel:
 
     def receive_probed(self, incoming: Incoming, x: object) -> Work[Message]:
         """Receive a message that a probe has matched."""
-        receive = Receive(self, None if x is None else as_buffer(x, writable=True), incoming.src, incoming.tag)
+        buffer = None if x is None else as_buffer(x, writable=True)
+        kind = ReceiveEither if buffer is None else Receive
+        receive = kind(self, buffer, incoming.src, incoming.tag)
         with self.engine.lock:
             if receive.accept(incoming):
                 self._probed.discard(incoming)
@@ -262,9 +265,12 @@ class Channel:
         self._deliver(incoming)
 
     def _deliver(self, incoming: Incoming) -> None:
-        receive = self.box.match(incoming.src, incoming.tag)
-        if receive is None or not receive.accept(incoming):
-            self.box.keep(incoming)
+        """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
+        match = self.box.match
+        while (receive := match(incoming.src, incoming.tag)) is not None:
+            if receive.accept(incoming):
+                return
+        self.box.keep(incoming)
 
     def _open_pieces(self, incoming: Incoming) -> None:
         head = bytearray(8)
@@ -291,8 +297,7 @@ class Channel:
         if incoming.order == 0:
             incoming.order = self.box.next_order()
         self.box.restore(incoming)
-        waiting = self.box.match(incoming.src, incoming.tag)
-        if waiting is not None:
+        while incoming.order > 0 and (waiting := self.box.match(incoming.src, incoming.tag)) is not None:
             self._claim(incoming, waiting)
 
     # ------------------------------------------------------------------ collectives
@@ -321,8 +326,7 @@ class Channel:
             steps, single = self.check(self, op, details, steps), False
         work = kind(self, op, steps, details)
         work.task = task
-        frame = sys._getframe(CALLER)
-        work._place = (frame.f_code, frame.f_lineno)
+        work._place = user_place()
         with self.engine.lock:
             self.sequence += 1
             work.sequence = self.sequence
@@ -336,6 +340,55 @@ class Channel:
                     self._running = work
                 work._start()
         self.engine.ensure_ticking()
+        return work
+
+    @property
+    def is_orderly(self) -> bool:
+        """Whether a collective of one call may be posted as it is."""
+        return self._running is None and not self._queue and self.check is None and not self.broken
+
+    def post_direct(
+        self,
+        op: str,
+        details: Callable[[], str],
+        result: Any,
+        call: Callable[..., Request],
+        *arguments: Any,
+        caller: int = CALLER,
+    ) -> Collective[Any]:
+        """Post a collective that is one call of MPI, whose result is known; the arguments are checked."""
+        if not self.is_orderly:
+            return self.post(op, one_call, details, call, arguments, result)
+        loop = asyncio._get_running_loop()
+        task = None if loop is None else asyncio.current_task(loop)
+        collectives = self.collectives
+        if collectives:
+            while collectives and collectives[0]._done and collectives[0]._steps is None:
+                collectives.popleft()
+            if collectives:
+                check_task(self, op, task)
+        work = Direct(self, op, result, details)
+        work.task = task
+        frame = sys._getframe(caller)
+        work._place = place = (frame.f_code, frame.f_lasti)
+        engine = self.engine
+        lock = engine.lock
+        lock.acquire()
+        try:
+            work._request = call(*arguments)
+            self.sequence += 1
+            work.sequence = self.sequence
+            self.recent.append((op, place))
+            collectives.append(work)
+            engine.active.append(work)
+        finally:
+            lock.release()
+        flags = self._flags
+        for peer in self.peers:
+            if flags[peer]:
+                engine.doorbell.ring(peer)
+        if not engine._ticking:
+            engine.ensure_ticking()
         return work
 
     def post_apart(self, work: W) -> W:
@@ -363,7 +416,7 @@ class Channel:
 
     def ring_all(self) -> None:
         """Wake the members that sleep: a collective has moved on."""
-        self.engine.doorbell.ring_sleepers(self.world_ranks)
+        self.engine.doorbell.ring_sleepers(self.peers)
 
     # ------------------------------------------------------------------ state
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Generator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request
 
-# The user's frame, seen from `check_task`, which Channel.post calls.
-CALLER = 4
+Place = tuple[CodeType, int]
+"""A code object and the index of an instruction in it; made into words only when asked."""
 
 Steps = Generator["Request", None, T]
 Program = Callable[..., Steps[Any]]
@@ -47,7 +47,7 @@ class Collective(Work[T]):
     is_queued = False
     task: asyncio.Task[Any] | None = None
     _request: Request | None = None
-    _place: tuple[CodeType, int] | None = None
+    _place: Place | None = None
 
     def __init__(self, channel: Channel, op: str, steps: Steps[T], details: Callable[[], str]) -> None:
         self._channel = channel
@@ -61,10 +61,7 @@ class Collective(Work[T]):
     @property
     def site(self) -> str:  # type: ignore[override]  # made into words only when asked
         """`train.py:88`, where it was called."""
-        if self._place is None:
-            return "unknown line"
-        code, line = self._place
-        return f"{code.co_filename}:{line}"
+        return line_of(self._place)
 
     def _start(self) -> None:
         self.is_queued = False
@@ -126,6 +123,89 @@ class Collective(Work[T]):
         self._fail(error)
 
 
+@single_step
+def one_call(_: object, call: Callable[..., Request], arguments: tuple[Any, ...], result: T) -> Steps[T]:
+    """A collective that is one call of MPI, as a program, for where it must wait for its turn."""
+    yield call(*arguments)
+    return result
+
+
+class Direct(Collective[T]):
+    """A collective that is one call of MPI: what its program would do, without the program."""
+
+    _steps = None
+
+    def __init__(self, channel: Channel, op: str, result: T, details: Callable[[], str]) -> None:
+        self._channel = channel
+        self.op = op
+        self._result = result
+        self._details = details
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            engine = self._channel.engine
+            if engine.credit > 0 and self._callbacks is None:
+                engine.lock.acquire()
+                try:
+                    request = self._request
+                    if request is not None:
+                        test = request.Test
+                        for _ in engine.quick_polls:
+                            if test():
+                                self._complete()
+                                engine.credit -= 1
+                                break
+                except Exception as error:
+                    self._broke(error)
+                finally:
+                    engine.lock.release()
+            if not self._done:
+                return (yield from super().__await__())
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def _poll(self) -> bool:
+        request = self._request
+        if request is None:
+            return True
+        try:
+            if not request.Test():
+                return False
+        except Exception as error:
+            return self._broke(error)
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self._request = self.task = None
+        active = self._channel.engine.active
+        if active and active[-1] is self:
+            active.pop()
+        if not self._done:
+            self._finish(self._result)
+
+
+def user_place() -> Place:
+    """Where the innermost frame outside mpdist is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("mpdist."):
+        frame = frame.f_back
+    frame = frame or sys._getframe(1)
+    return frame.f_code, frame.f_lasti
+
+
+def line_of(place: Place | None) -> str:
+    """`train.py:88` for a code object and the index of an instruction in it."""
+    if place is None:
+        return "unknown line"
+    code, instruction = place
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return f"{code.co_filename}:{line}"
+    return code.co_filename
+
+
 def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> None:
     """Raise if another task's collective is pending: the tasks' order may differ between ranks."""
     for other in channel.collectives:
@@ -133,8 +213,7 @@ def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> Non
             continue
         if task is None:
             continue
-        frame = sys._getframe(CALLER)
-        here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        here = line_of(user_place())
         channel.broken = "two tasks used collectives on it at the same time"
         raise UsageError(
             f"{op} on {channel.where()} was called in task {task.get_name()!r} ({here}) while {other.op} of task "

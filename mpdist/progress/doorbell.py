@@ -171,7 +171,7 @@ def connect(world: Transport, node: Transport) -> Doorbell:
     everyone = world.all_gather_now((address, udp_address))
     neighbours = {world_rank for world_rank, _ in node.all_gather_now((world.rank, None))}
     addresses = [near if rank in neighbours and near else far for rank, (near, far) in enumerate(everyone)]
-    flags = _shared_flags(node, world.size)
+    flags = shared_bytes(node, world.size)
     if node.rank == 0:
         for rank in range(world.size):
             flags[rank] = AWAKE if rank in neighbours else REMOTE
@@ -202,9 +202,11 @@ def _udp_bell() -> tuple[socket.socket, tuple[str, int]]:
     return bell, (host, bell.getsockname()[1])
 
 
-def _shared_flags(node: Transport, size: int) -> mmap.mmap:
-    """One byte for each rank of the world, the same memory for all ranks of this node."""
-    nbytes = max(size, 1)
+def shared_bytes(node: Transport, nbytes: int) -> mmap.mmap:
+    """Zeroed bytes that all ranks of this node see; collective over them, and blocking.
+
+    Where memory cannot be shared each rank gets bytes of its own.
+    """
     if node.rank == 0:
         descriptor, unlink = _nameless_file(nbytes)
         node.all_gather_now((f"/proc/{os.getpid()}/fd/{descriptor}", unlink))

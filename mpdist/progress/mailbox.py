@@ -101,6 +101,7 @@ class Mailbox(Generic[R, M]):
     def take_sole(self) -> None:
         """The sole receive has met its message."""
         assert self.sole is not None
+        self._clock += 1
         self.sole.order = -self._clock  # as in _leave
         self.sole = None
         self.receives = 0

@@ -68,9 +68,12 @@ class ProbedMessage(Message):
         incoming = self._incoming
         if incoming is None:
             raise UsageError(f"{self!r} was received already")
-        work = self._channel.receive_probed(incoming, x)
         self._incoming = None
-        return work
+        try:
+            return self._channel.receive_probed(incoming, x)
+        except UsageError as error:
+            self._incoming = incoming
+            raise type(error)(f"recv on {self._channel.where()}: {error}") from error.__cause__
 
     def _restored(self, incoming: Incoming) -> None:
         self._incoming = incoming

@@ -74,7 +74,7 @@ class Receive(Work[Message]):
             return True
         try:
             self._check(incoming)
-            if self._buffer is None and not incoming.is_object and incoming.result is None:
+            if self._buffer is None and not incoming.is_object:
                 self._buffer = _new_buffer(incoming)
         except (MessageTruncated, UnsupportedBuffer) as error:
             self._fail(error)
@@ -108,6 +108,8 @@ class Receive(Work[Message]):
     def _check(self, incoming: Incoming) -> None:
         """Raise if the message does not fit this receive."""
         if incoming.is_object:
+            if self.takes is Takes.EITHER and not self._channel.engine.allow_pickle:
+                raise UnsupportedBuffer(self._misfit(incoming, "MPDIST_ALLOW_PICKLE=0", "allow objects to receive it"))
             if self.takes is Takes.ARRAY:
                 raise UnsupportedBuffer(self._misfit(incoming, "a receive of an array", "take it with recv_object"))
             return
@@ -200,7 +202,7 @@ class Receive(Work[Message]):
         assert incoming is not None
         self._reserved = False
         if not self.accept(incoming):
-            self._channel.box.restore(incoming)
+            self._channel.give_back(incoming)
         return self._done
 
     def _advance(self) -> bool:
@@ -280,6 +282,7 @@ class Receive(Work[Message]):
         incoming.handle = None
         incoming.parts = None
         incoming.result = message
+        incoming.order = incoming.order or self.order
         self._channel.give_back(incoming)
 
     def _expire(self, error: BaseException) -> None:
@@ -402,10 +405,13 @@ class Probe(Receive):
             if not self._done:
                 self._leave_queue()
                 return
+            if self._error is not None:
+                return
             incoming = self._result._incoming  # type: ignore[attr-defined]  # a probe's result is a ProbedMessage
             if incoming is not None and not self._looked_at:
                 self._channel._probed.discard(incoming)
                 incoming.probed = None
+                incoming.order = incoming.order or self.order
                 self._channel.give_back(incoming)
 
 

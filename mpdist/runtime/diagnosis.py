@@ -197,8 +197,10 @@ def explain(operation: Operation, answers: Answers) -> str:
         if not late and not different:
             lines.append("all ranks have called it: it is being carried out")
     told = [rank for rank in late if rank in answers]
-    for rank in told[:MOST_RANKS]:
-        lines.append(f"{_verb(operation)}{operation.ranks_text([rank])}: {about(operation, answers[rank])}")
+    lines += [
+        f"{_verb(operation)}{operation.ranks_text([rank])}: {about(operation, answers[rank])}"
+        for rank in told[:MOST_RANKS]
+    ]
     if len(told) > MOST_RANKS:
         lines.append(f"{_verb(operation)}{operation.ranks_text(told[MOST_RANKS:])} too")
     mute = [rank for rank in late if rank not in answers]
@@ -253,7 +255,7 @@ def timeout_text(operation: Operation, limit: float, answers: Answers | None) ->
     if answers is None:
         return f"{text}; who is late is not known, because this MPI does not allow threads"
     late = missing(operation, answers)
-    return f"{text}{late and ', waiting for ' + operation.ranks_text(late) or ''}\n{explain(operation, answers)}"
+    return f"{text}{(late and ', waiting for ' + operation.ranks_text(late)) or ''}\n{explain(operation, answers)}"
 
 
 # ---------------------------------------------------------------------- waiting for what cannot come
@@ -265,7 +267,7 @@ def doomed(operation: Operation, finished: Answers) -> list[int]:
     Args:
         finished: answers of ranks that have finished.
     """
-    gone = [rank for rank in operation.peers if rank in finished]
+    gone = [rank for rank in operation.peers if rank in finished and operation.key in finished[rank].channels]
     if operation.is_moving or not gone:
         return []
     states = {rank: finished[rank].channel(operation) for rank in gone}
@@ -279,7 +281,9 @@ def doomed(operation: Operation, finished: Answers) -> list[int]:
     return []
 
 
-def stuck(any_of: Sequence[Operation], all_of: Sequence[Operation], finished: Answers) -> tuple[Operation, list[int]] | None:
+def stuck(
+    any_of: Sequence[Operation], all_of: Sequence[Operation], finished: Answers
+) -> tuple[Operation, list[int]] | None:
     """An operation for which this rank waits in vain, and the finished ranks that it waits for.
 
     Args:

@@ -2,56 +2,303 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import inspect
 import os
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.comm import Communicator
 from mpdist.config import Config
+from mpdist.debug import install_debug
+from mpdist.errors import UsageError
 from mpdist.progress import current
 from mpdist.progress.backoff import policy
 from mpdist.progress.channel import Channel
-from mpdist.progress.doorbell import SilentDoorbell, connect
+from mpdist.progress.doorbell import SilentDoorbell, connect, shared_bytes
 from mpdist.progress.engine import Engine
+from mpdist.runtime import exits, finish, fork
+from mpdist.runtime.answers import describe_pending as describe_works
+from mpdist.runtime.board import Board, board_bytes
+from mpdist.runtime.completion import record_completion, record_start
+from mpdist.runtime.control import Control
+from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
+from mpdist.runtime.hooks import INTERRUPTED, Hooks
+from mpdist.runtime.signals import Signals, end_with_launcher
+from mpdist.transport.facts import launch_mismatch
 
-_world: Communicator | None = None
+if TYPE_CHECKING:
+    from mpdist.transport.mpi import Transport
+
+T = TypeVar("T")
+Main = Callable[..., Coroutine[Any, Any, T]]
+
+_job: Job | None = None
+_starting = threading.Lock()
 
 
 def init() -> Communicator:
-    global _world
-    if _world is not None:
-        return _world
-    from mpdist.transport import mpi
+    """Start mpdist and return the world communicator; the same one when called again.
 
-    config = Config.read()
-    transport = mpi.start()
-    node = transport.split_node()
-    nodes = transport.all_gather_now(min(node.world_ranks()))
-    doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
-    engine = Engine(policy(node.size, len(os.sched_getaffinity(0))), doorbell)
-    engine.nodes = nodes
-    engine.is_threaded = mpi.is_threaded()
-    engine.allow_pickle = config.allow_pickle
-    engine.meeting = Channel(engine, transport.dup(), "meeting", range(transport.size))
-    current.set_engine(engine)
-    _world = Communicator(engine, transport, "world", transport.world_ranks())
-    return _world
+    All ranks call it: it is collective, and blocks. From now on an uncaught exception, `sys.exit` with a
+    status other than 0, or a signal on one rank ends the whole job, and the program's end on one rank waits
+    for that of all others. In a world of one rank Python's own rules stay.
+
+    Raises:
+        UsageError: in a child process of a rank; after `finalize()`; or a variable MPDIST_... is not valid.
+    """
+    return _start().world
 
 
 def finalize() -> None:
-    """Placeholder until the final agreement is there."""
-    from mpdist.transport import mpi
+    """Complete what is pending here, wait until all ranks have called it, and stop MPI. Otherwise the end of the program does.
 
-    global _world
-    if _world is not None:
-        _world.barrier().wait()
-        _world = None
+    Messages that nobody has received are reported on stderr.
+    """
+    if _job is not None and not _job.is_closed and _job.pid == os.getpid():
+        _job.finish()
+
+
+def run(main: Main[T], *args: object) -> T:
+    """Run the coroutine function `main(world, *args)` in a new event loop of the current policy, as asyncio.run does.
+
+    Returns its result, when all that it has posted is complete. May be called again, or together with `init()`.
+
+    Raises:
+        UsageError: `main` is not a coroutine function; an event loop runs already; or see `init`.
+    """
+    _check_main(main)
+    job = _start()
+    if job.is_guarded:
+        return job.run_guarded(main, *args)
+    return job.run(main(job.world, *args))
+
+
+def describe_pending() -> list[str]:
+    """What this rank waits for, a line each."""
+    return [] if _job is None or _job.is_closed else describe_works(_job.engine)
+
+
+@dataclass
+class Job:
+    """mpdist in this process, while it is started.
+
+    Attributes:
+        pid: the process that owns it; in a forked child another.
+        is_guarded: a failure of this rank ends the other ranks; there are others.
+    """
+
+    engine: Engine
+    world: Communicator
+    control: Control
+    ender: Ender
+    hooks: Hooks
+    signals: Signals
+    is_guarded: bool
+    pid: int
+    is_closed: bool = False
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a loop of its own, and complete what it has posted."""
+        try:
+            with asyncio.Runner() as runner:
+                if self.is_guarded:
+                    runner.get_loop().set_exception_handler(self.hooks.on_loop_error)
+                result = runner.run(main)
+                self.engine.detach_loop()
+        finally:
+            self.engine.detach_loop()
+        finish.drain(self.engine, None if self.is_guarded else finish.ALONE_SECONDS)
+        return result
+
+    def run_guarded(self, main: Main[T], *args: object) -> T:
+        """The same, where a failure must not leave other ranks waiting."""
+        timers: list[threading.Timer] = []
+
+        async def guarded() -> T:
+            self.signals.rearm()  # asyncio.Runner has set its own handler of SIGINT
+            try:
+                return await main(self.world, *args)
+            except Exception as error:
+                # What is left to do are `finally` blocks of other tasks, which may wait for ranks that wait for us.
+                timers.append(self.ender.end_after(FINALLY_SECONDS, describe_error(error), 1))
+                raise
+
+        try:
+            return self.run(guarded())
+        except SystemExit as error:
+            raise exits.Exit(error.code) from None
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self.signals.rearm()
+
+    # ------------------------------------------------------------------ ending
+
+    def finish(self) -> None:
+        """Drain, agree, stop."""
+        self.control.announce_finished()
+        self._drain()
+        finish.agree(self.engine)
+        record_completion()
+        self.disarm()
+        self.control.stop()
+        self.engine.stop_thread()
+        self.engine.detach_loop()
+        finish.close_all(self.engine, "mpdist was finalized")
         current.set_engine(None)
+        self.is_closed = True
+        from mpdist.transport import mpi
+
         mpi.stop()
 
+    def _drain(self) -> None:
+        if self.is_guarded:
+            finish.drain(self.engine)
+        elif not finish.drain(self.engine, finish.ALONE_SECONDS):
+            self.ender.end("it ended with operations that nobody can complete", 1)
 
-def run(main, *args):  # type: ignore[no-untyped-def]
-    import asyncio
+    def at_exit(self) -> None:
+        """The program has ended: by its last line, by sys.exit, or by a signal."""
+        if self.is_closed or self.pid != os.getpid():
+            return
+        try:
+            if self.is_guarded:
+                self._end_if_failed()
+            self.finish()
+        except KeyboardInterrupt:
+            self.ender.end("KeyboardInterrupt (SIGINT)", INTERRUPTED, patient=True)
+        except BaseException as error:
+            if self.signals.reason:
+                self.signals.end()
+            self.ender.end(f"the end of the job failed: {describe_error(error)}", 1)
 
-    world = init()
-    result = asyncio.run(main(world, *args))
-    finalize()
-    return result
+    def _end_if_failed(self) -> None:
+        if self.signals.reason:
+            self.signals.end()
+        code = exits.status()
+        if exit_code(code):
+            self.ender.end(f"sys.exit({code!r})", exit_code(code))
+
+    def on_stuck(self, reason: str) -> None:
+        """Some rank waits for ranks that have finished."""
+        self.ender.end(reason, exit_code(exits.status()) or 1)
+
+    def disarm(self) -> None:
+        """From now on nothing here ends the job."""
+        self.ender.is_disarmed = True
+        self.hooks.remove()
+        self.signals.remove()
+        if self.is_guarded:
+            exits.remove()
+
+    def disarm_child(self) -> None:
+        """This is a forked child, with a copy of everything."""
+        refusal = (
+            f"this process was forked from rank {self.world.rank} of {self.world.size} (pid {self.pid}), and MPI does "
+            "not survive a fork: communicate in the rank itself"
+        )
+        fork.disarm_engine(self.engine, refusal)
+        self.disarm()
+
+
+# ---------------------------------------------------------------------- the start
+
+
+def _start() -> Job:
+    global _job
+    with _starting:
+        if _job is None:
+            fork.refuse_child()
+            _job = _launch()
+    if _job.pid != os.getpid():
+        raise UsageError(
+            f"mpdist was started before this process was forked from pid {_job.pid}, and MPI does not survive a fork: "
+            "communicate in the rank itself"
+        )
+    if _job.is_closed:
+        raise UsageError("mpdist was finalized, and MPI cannot be started a second time in one process")
+    return _job
+
+
+def _launch() -> Job:
+    """Start MPI and put everything together; collective."""
+    from mpdist.transport import mpi
+
+    record_start()
+    transport = mpi.start()
+    mismatch = launch_mismatch(os.environ, transport.size, mpi.family())
+    if mismatch is not None:
+        raise UsageError(mismatch)
+    fork.mark_owner()
+    config = _common_config(transport)
+    node = transport.split_node()
+    engine = _make_engine(transport, node, config, mpi.is_threaded())
+    world = Communicator(engine, transport, "world", transport.world_ranks())
+    world._node = Communicator(engine, node, f"world/node{min(node.world_ranks())}", node.world_ranks())
+    job = _guard(engine, world, node, config)
+    current.set_engine(engine)
+    fork.on_fork(job.disarm_child)
+    atexit.register(job.at_exit)
+    job.control.start()
+    if config.progress_thread:
+        engine.start_thread()
+    return job
+
+
+def _common_config(transport: Transport) -> Config:
+    """Rank 0's configuration, on all ranks: what steers an algorithm must be the same everywhere."""
+    mine: Config | str | None = None
+    if transport.rank == 0:
+        try:
+            mine = Config.read()
+        except UsageError as error:
+            mine = str(error)
+    first: Config | str = transport.all_gather_now(mine)[0]
+    if isinstance(first, str):
+        raise UsageError(first)
+    return first
+
+
+def _make_engine(transport: Transport, node: Transport, config: Config, is_threaded: bool) -> Engine:
+    doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
+    engine = Engine(policy(node.size, len(os.sched_getaffinity(0))), doorbell)
+    engine.nodes = transport.all_gather_now(min(node.world_ranks()))
+    engine.is_threaded = is_threaded
+    engine.allow_pickle = config.allow_pickle
+    engine.meeting = Channel(engine, transport.dup(), "meeting", range(transport.size))
+    if config.debug:
+        install_debug(engine)
+    return engine
+
+
+def _guard(engine: Engine, world: Communicator, node: Transport, config: Config) -> Job:
+    """Let failures on this rank end the job."""
+    memory = shared_bytes(node, board_bytes(world.size)) if world.size > 1 else bytearray(board_bytes(1))
+    ender = Ender(world.rank, world.size, Board(memory, world.rank, node.world_ranks()), lambda: describe_works(engine))
+    hooks, signals = Hooks(ender), Signals(ender)
+    own = world._channel.transport.dup() if world.size > 1 and engine.is_threaded else None
+    control = Control(engine, own, config, lambda reason: job.on_stuck(reason))
+    job = Job(engine, world, control, ender, hooks, signals, world.size > 1, os.getpid())
+    if job.is_guarded:
+        hooks.install()
+        signals.install()
+        exits.install()
+        end_with_launcher()
+    return job
+
+
+def _check_main(main: object) -> None:
+    if inspect.iscoroutine(main):
+        name = main.__name__
+        main.close()
+        raise UsageError(f"run() takes the coroutine function, not the coroutine: write mpdist.run({name}), not {name}()")
+    if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(getattr(main, "__call__", None))):
+        raise UsageError(f"run() takes a coroutine function, `async def main(world)`, got {main!r}")
+    if asyncio._get_running_loop() is not None:
+        raise UsageError("run() was called in a running event loop: write `await main(mpdist.init())`")

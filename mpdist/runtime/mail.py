@@ -1,7 +1,7 @@
 """Mail: small messages between the control threads, on a communicator of their own.
 
-Each message is a JSON record. Sends are kept until MPI is done with them; messages
-are a few KB at the most, so that MPI takes them at once even if nobody receives.
+Each message is a JSON record of at most a few KB. Sends are kept until MPI is done with
+them. Nobody waits: a rank that does not receive holds no other up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpdist.transport.mpi import Request, Transport
 
-# Both MPIs send 4 KiB without asking the receiver.
-MAX_BYTES = 4096
 _END_SECONDS = 0.5
 
 _left: list[object] = []
@@ -31,14 +29,11 @@ class Mail:
         self._transport = transport
         self._sending: list[tuple[Request, bytes]] = []
 
-    def send(self, rank: int, record: dict[str, Any]) -> bool:
-        """Post a record; False if it is too long."""
+    def send(self, rank: int, record: dict[str, Any]) -> None:
+        """Post a record."""
         letter = json.dumps(record).encode()
-        if len(letter) > MAX_BYTES:
-            return False
         request = self._transport.isend([letter, len(letter), self._transport.byte], rank, 0)
         self._sending.append((request, letter))
-        return True
 
     def received(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """What has come: sender and record."""

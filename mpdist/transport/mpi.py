@@ -23,12 +23,14 @@ import numpy as np
 
 # The end of the job is decided by the ranks' agreement, not by mpi4py's atexit handler, in which a failed rank
 # would wait for all others for ever.
-if "mpi4py.MPI" not in sys.modules:
+_IS_OURS = "mpi4py.MPI" not in sys.modules
+if _IS_OURS:
     mpi4py.rc.finalize = False
 from mpi4py import MPI
 
 from mpdist.errors import Unavailable
 from mpdist.memory import Buffer, Element, as_buffer
+from mpdist.transport.facts import FAMILIES
 
 # Open MPI 5 has MPI 3.1's 32-bit counts; the slices are kept the same on every MPI.
 MAX_COUNT = 2**31 - 1
@@ -148,6 +150,16 @@ class Transport:
 
     def iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
         """Reduce x into out; x None: in place."""
+        if x is None and out.count <= SLICE_COUNT:
+            element = out.element
+            memory = out.exporter
+            if memory is None:
+                memory = memory_of(out)
+            return self.comm.Iallreduce(
+                MPI.IN_PLACE,
+                [memory, out.count, _DATATYPES[element.name]],
+                (_BOOL_OPS if element.kind == "bool" else _OPS)[op],
+            )
 
         def post(source: Any, target: Any) -> Request:
             return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, _op(op, out))
@@ -327,14 +339,24 @@ def start() -> Transport:
     return Transport(MPI.COMM_WORLD.Dup())
 
 
+def family() -> str:
+    """Whose launcher this MPI needs: mpich, openmpi or other."""
+    return FAMILIES.get(MPI.get_vendor()[0], "other")
+
+
+def finalizes_by_itself() -> bool:
+    """Whether mpi4py will call MPI_Finalize when the process ends: it was imported before mpdist was started."""
+    return not _IS_OURS and is_running()
+
+
 def is_threaded() -> bool:
     """Whether MPI may be called from several threads at once."""
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 def stop() -> None:
-    """MPI_Finalize; collective."""
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    """MPI_Finalize, if mpdist has started MPI; collective."""
+    if _IS_OURS and is_running():
         MPI.Finalize()
 
 

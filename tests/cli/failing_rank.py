@@ -1,4 +1,4 @@
-"""Program for the job tests: rank 1 fails in the way that is asked for, while the others wait in the way that is asked for.
+"""Program for the job tests: rank 1 fails as it is told, while the others wait as they are told.
 
     failing_rank.py HOW WHERE MARKER
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,19 @@ PROMISED_SECONDS = 5.0
 START_SECONDS = 30.0
 FAILING_RANK = str(Path(__file__).with_name("failing_rank.py"))
 ROOT = str(Path(__file__).parents[2])
+
+
+def job_environ() -> dict[str, str]:
+    """The environment, with this mpdist."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
+
+
+def run_mpdist(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command `mpdist` to its end."""
+    command = [sys.executable, "-m", "mpdist", *arguments]
+    return subprocess.run(
+        command, env=job_environ(), capture_output=True, text=True, timeout=START_SECONDS, check=False
+    )
 
 
 @dataclass
@@ -44,10 +56,9 @@ class Job:
 
     def __init__(self, *arguments: str, stdin: str | None = None) -> None:
         self.marker = f"marker-{uuid.uuid4().hex}"
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mpdist", "run", *arguments, self.marker],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environ(),
         )  # fmt: skip
         self.stdin = stdin
         self.out = ""
@@ -99,7 +110,8 @@ def job(*arguments: str, stdin: str | None = None) -> Iterator[Job]:
         yield started
     finally:
         for process in started.processes():
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         started.process.wait()
         for stream in (started.process.stdin, started.process.stdout, started.process.stderr):
             if stream:

@@ -27,6 +27,9 @@ import pytest
 from ranks.launch import RANK_VARIABLES, SOCKET_NAME, TESTS_NAME, stack_path
 from ranks.verdict import is_harness
 
+# A rank that is stuck ends by itself this long after its time limit, if the outer half was killed and can't end it.
+ORPHAN_SECONDS = 60.0
+
 
 class Inner:
     """The plugin of one rank."""
@@ -70,7 +73,9 @@ class Inner:
         item, nextitem = items[index], items[index + 1] if index + 1 < len(items) else None
         # The outer half may leave out tests between two others.
         item.session._setupstate.teardown_exact(item)
+        faulthandler.dump_traceback_later(limit_of(item) + ORPHAN_SECONDS, exit=True, file=self._stack_file)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        faulthandler.cancel_dump_traceback_later()
         self._send(event="done")
 
     @pytest.hookimpl(wrapper=True)
@@ -120,6 +125,12 @@ class Inner:
 
     def _send(self, **message: object) -> None:
         self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+
+
+def limit_of(item: pytest.Item) -> float:
+    """Seconds that a test may take."""
+    mark = item.get_closest_marker("limit")
+    return float(mark.args[0] if mark else item.config.getoption("--limit"))
 
 
 def own_rank() -> int:

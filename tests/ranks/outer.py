@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ranks.inner import limit_of
 from ranks.launch import Launch, Message
 from ranks.verdict import Record, Verdict, judge, name_ranks
 
@@ -211,7 +212,7 @@ class Outer:
             until = min(begin + seconds, time.monotonic() + 0.2)
             for rank, message in launch.messages(until):
                 _note(records[rank], message)
-                if any("failed" in record.outcomes.values() for record in records):
+                if any(record.has_left for record in records):
                     seconds = min(seconds, time.monotonic() - begin + GRACE_SECONDS)
                 if all(record.is_done for record in records):
                     return seconds
@@ -264,12 +265,6 @@ def suffix(ranks: int) -> str:
     return "[1 rank]" if ranks == 1 else f"[{ranks} ranks]"
 
 
-def limit_of(item: pytest.Item) -> float:
-    """Seconds that a test may take."""
-    mark = item.get_closest_marker("limit")
-    return float(mark.args[0] if mark else item.config.getoption("--limit"))
-
-
 def _note(record: Record, message: Message) -> None:
     """Take one message of a rank into its record."""
     if message["event"] == "done":
@@ -298,6 +293,7 @@ def _inner_arguments(item: RanksItem) -> list[str]:
     """Arguments of the inner pytests: what changes how tests are collected, run and shown."""
     config = item.config
     arguments = ["-p", "no:cacheprovider", "--rootdir", str(config.rootpath)]
+    arguments += [f"--limit={config.option.limit}"]
     arguments += [f"--loop={config.option.loop}"] if config.option.loop else []
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import pytest
 
-from ranks.inner import Inner
-from ranks.outer import Outer, RanksItem, limit_of
+from ranks.inner import Inner, limit_of
+from ranks.outer import Outer, RanksItem
 
 MARKS = {
     "ranks(*counts)": "run on so many ranks, each count in one launch per file",

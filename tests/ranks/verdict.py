@@ -49,6 +49,11 @@ class Record:
         return "passed" if self.is_done else None
 
     @property
+    def has_left(self) -> bool:
+        """Whether the rank left the test early, so that others may wait for it in vain."""
+        return any(outcome != "passed" for outcome in self.outcomes.values())
+
+    @property
     def failure(self) -> str:
         """The failed phases' tracebacks."""
         texts = {phase: self.texts[phase] for phase, outcome in self.outcomes.items() if outcome == "failed"}

@@ -1,0 +1,166 @@
+"""Answers: what this rank can say of itself and of its pending operations, as records."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from mpdist.debug.lines import short
+from mpdist.errors import UsageError
+from mpdist.progress import current
+from mpdist.progress.mailbox import ANY
+from mpdist.progress.receive import Receive
+from mpdist.progress.send import Send
+from mpdist.progress.sendrecv import SendReceive
+from mpdist.runtime import waiting
+from mpdist.runtime.diagnosis import Answer, ChannelState, Kind, Operation, Posted
+from mpdist.runtime.watch import snapshot
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.engine import Engine
+    from mpdist.progress.work import Work
+
+# Letters are to stay small.
+MOST_TEXT = 200
+
+Wanted = Mapping[str, Sequence[int]]
+"""Communicators by key -> sequence numbers of collectives."""
+
+
+def key_of(name: str, world_ranks: Sequence[int]) -> str:
+    """A communicator's name among all ranks; several may have the same plain name."""
+    return f"{name}@{zlib.crc32(repr(tuple(world_ranks)).encode()):08x}"
+
+
+def describe_pending() -> list[str]:
+    """The pending operations of this rank, a line each; none where mpdist is not started."""
+    try:
+        engine = current.engine("describe_pending")
+    except UsageError:
+        return []
+    return [_line(work) for work in snapshot(engine)]
+
+
+def _line(work: Work[Any]) -> str:
+    place = f", called at {short(work.site)}" if work.site else ""
+    waited = f", for {monotonic() - work.since:.1f} s" if work.since is not None else ""
+    return f"{work.describe()}{place}{waited}"
+
+
+def posted_collectives(engine: Engine) -> dict[str, int]:
+    """For each communicator by key: number of collectives posted; also of those closed last."""
+    closed = {key_of(name, ranks): number for name, ranks, number in list(engine.closed)}
+    return closed | {key_of(each.name, each.world_ranks): each.sequence for each in list(engine.channels)}
+
+
+# ---------------------------------------------------------------------- this rank's operations
+
+
+def operation_of(work: Work[Any], place: str = "") -> Operation:
+    """A pending operation as a record.
+
+    Args:
+        place: line of whoever waits for it, where the call's line is not known.
+    """
+    channel = work._channel
+    kind, peers = _needs(work)
+    details = work.details()[:MOST_TEXT]
+    number = f" #{work.sequence}" if work.sequence else ""
+    own = channel.world_ranks[channel.rank]
+    return Operation(
+        kind=kind,
+        text=f"{work.op}{details and ' ' + details}{number} on '{channel.name}'",
+        key=key_of(channel.name, channel.world_ranks),
+        name=channel.name,
+        members=channel.world_ranks,
+        own=channel.rank,
+        sequence=work.sequence,
+        peers=tuple(channel.world_ranks[peer] for peer in peers if channel.world_ranks[peer] != own),
+        site=short(work.site) or place,
+        seconds=0.0 if work.since is None else monotonic() - work.since,
+        is_moving=_is_moving(work),
+    )
+
+
+def _needs(work: Work[Any]) -> tuple[Kind, list[int]]:
+    """What the operation waits for: ranks of its communicator."""
+    everyone = list(range(work._channel.size))
+    if isinstance(work, SendReceive):
+        return _needs(work._send if work._receive.done() else work._receive)
+    if isinstance(work, Receive):
+        return Kind.RECEIVE, everyone if work.src == ANY else [work.src]
+    if isinstance(work, Send):
+        return Kind.SEND, [work.dst]
+    if work.sequence:
+        return Kind.COLLECTIVE, everyone
+    arrival = getattr(getattr(work, "_request", None), "_receive", None)  # a subgroup meets by messages
+    return Kind.RECEIVE, [] if arrival is None else [arrival.src]
+
+
+def _is_moving(work: Work[Any]) -> bool:
+    part = work._receive if isinstance(work, SendReceive) else work
+    return isinstance(part, Receive) and part.order <= 0 and not part.done()
+
+
+# ---------------------------------------------------------------------- what others ask
+
+
+def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> Answer:
+    """This rank's answer.
+
+    Args:
+        asker: world rank.
+        wanted: communicators by key, and the collectives there that the question is about.
+    """
+    works = snapshot(engine)
+    seen = waiting.waits(engine)
+    waiters = [*seen.surely, *seen.together]
+    channels = {work._channel for work in works} | set(engine.channels)
+    by_key = {key_of(each.name, each.world_ranks): each for each in channels}
+    posted = posted_collectives(engine)
+    return Answer(
+        is_finished=is_finished,
+        place=waiting.place(engine)[:MOST_TEXT],
+        waits=tuple(operation_of(each.work).where[:MOST_TEXT] for each in waiters[:1]),
+        channels={
+            key: _state(posted.get(key), by_key.get(key), asker, works, sequences) for key, sequences in wanted.items()
+        },
+    )
+
+
+def _state(
+    posted: int | None, channel: Channel | None, asker: int, works: Sequence[Work[Any]], sequences: Sequence[int]
+) -> ChannelState:
+    here = [work for work in works if work._channel is channel]
+    return ChannelState(
+        posted=posted,
+        calls=() if channel is None else _calls(channel, sequences),
+        sends=sum(isinstance(work, Send) and work._channel.world_ranks[work.dst] == asker for work in here),
+        receives=sum(isinstance(work, Receive) and _may_meet(work, asker) for work in here),
+    )
+
+
+def _may_meet(receive: Receive, sender: int) -> bool:
+    return receive.src == ANY or receive._channel.world_ranks[receive.src] == sender
+
+
+def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:
+    """The collectives that are asked for, as far as they are known, and the last one."""
+    last = channel.sequence
+    found = {
+        last - back: Posted(last - back, op, None, _site(place), None)
+        for back, (op, place) in enumerate(reversed(list(channel.recent)))
+    }
+    for work in list(channel.collectives):
+        if not work.done():
+            waited = 0.0 if work.since is None else monotonic() - work.since
+            details = work.details()[:MOST_TEXT]
+            found[work.sequence] = Posted(work.sequence, work.op, details, short(work.site)[-MOST_TEXT:], waited)
+    return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found)
+
+
+def _site(place: tuple[Any, int] | None) -> str:
+    return "unknown line" if place is None else short(f"{place[0].co_filename}:{place[1]}")[-MOST_TEXT:]

@@ -1,0 +1,328 @@
+"""Control: a thread per rank that finds out why an operation does not end.
+
+It asks the other ranks' control threads, on a communicator of their own, so that
+it gets an answer even while their main threads compute or sleep. It reports what
+takes long, fails what is past its limit, and notices when this rank waits for what
+only finished ranks could give. A rank that does not answer is never held for dead.
+
+    watch    finds the operations that are late
+    inquiry  asks the ranks concerned, for a second at most
+    verdict  diagnosis.py makes words of the answers
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from mpdist.config import Config
+from mpdist.errors import WorkTimeout
+from mpdist.runtime import diagnosis
+from mpdist.runtime.answers import answer, operation_of, posted_collectives
+from mpdist.runtime.diagnosis import MOST_OPERATIONS, Answer, Operation
+from mpdist.runtime.mail import Mail
+from mpdist.runtime.waiting import Waits, waits
+from mpdist.runtime.watch import Watch, effective_limit
+
+if TYPE_CHECKING:
+    from mpdist.progress.engine import Engine
+    from mpdist.progress.work import Work
+    from mpdist.transport.mpi import Transport
+
+# How often to look for letters: while something is pending, while nothing is, while an answer is expected.
+POLL_SECONDS, IDLE_SECONDS, ASKING_SECONDS = 0.02, 0.05, 0.002
+
+# A rank that has not answered by then is told of as mute. Others look for letters every 0.05 s.
+ANSWER_SECONDS = 1.0
+SHORTEST_ANSWER_SECONDS = 0.25
+
+# So long nothing must move before a wait for finished ranks is looked into, and until it is looked into again.
+STUCK_SECONDS = 1.0
+
+# The engine's lock is held for long only while MPI makes a communicator.
+LOCK_SECONDS = 0.05
+
+MOST_TABLE = 200
+
+Pair = tuple["Work[Any]", Operation]
+
+
+@dataclass
+class Inquiry:
+    """A question to other ranks, until all have answered or time is over."""
+
+    number: int
+    operations: list[Operation]
+    missing: set[int]
+    end: float
+    then: Callable[[Inquiry], None]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class Control(threading.Thread):
+    """The control thread of this rank.
+
+    Attributes:
+        finished: world ranks whose main program has ended -> by communicator, how many collectives they posted.
+    """
+
+    def __init__(
+        self, engine: Engine, transport: Transport | None, config: Config, on_stuck: Callable[[str], None]
+    ) -> None:
+        """Watch an Engine.
+
+        Args:
+            transport: of its own, over all ranks; None where there is one rank, or MPI allows no threads:
+                then limits are kept, and nobody is asked.
+            on_stuck: called once, on this thread, with the reason, when only finished ranks could set this one going.
+        """
+        super().__init__(name="mpdist-control", daemon=True)
+        self.finished: dict[int, Mapping[str, int]] = {}
+        self._engine = engine
+        self._mail = None if transport is None else Mail(transport)
+        self._rank = engine.meeting.rank
+        self._is_alone = engine.meeting.size == 1
+        self._config = config
+        self._on_stuck = on_stuck
+        self._watch = Watch(engine, config)
+        self._wake = threading.Event()
+        self._wakes_at = 0.0
+        self._ending = False
+        self._starting = threading.Lock()
+        self._owner_pid = os.getpid()
+        self._announcing = False
+        self._is_finished = False
+        self._inquiries: list[Inquiry] = []
+        self._number = 0
+        self._failing: list[tuple[Work[Any], WorkTimeout]] = []
+        self._moves = -1
+        self._quiet_since = 0.0
+        self._stuck_told = False
+        engine.on_limit = self._limit_changed
+
+    # ------------------------------------------------------------------ from other threads
+
+    def start(self) -> None:
+        """Start; a lone rank's thread starts with the first limit that is set."""
+        if not self._is_alone:
+            super().start()
+
+    def announce_finished(self) -> None:
+        """Tell all ranks that this rank's main program has ended."""
+        self._announcing = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; when this returns it makes no MPI call any more."""
+        self._engine.on_limit = None
+        self._ending = True
+        self._wake.set()
+        if self.is_alive():
+            self.join()
+
+    def _limit_changed(self, work: Work[Any] | None) -> None:
+        """The Engine's hook: a Work has got a limit, or a communicator a timeout."""
+        if os.getpid() != self._owner_pid:
+            return
+        if work is None:
+            self._watch.timeouts_changed()
+            self._wake.set()
+        elif self._watch.limit(work) < self._wakes_at:
+            self._wake.set()
+        if self._is_alone and not self.is_alive():
+            with self._starting:
+                if self.ident is None:
+                    super().start()
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        """Look for letters and late operations until `stop`."""
+        try:
+            while not self._ending:
+                self._turn()
+                self._sleep()
+        except Exception:
+            print(
+                f"mpdist: rank {self._rank}: the diagnosis has failed, waits are not limited any more:", file=sys.stderr
+            )
+            traceback.print_exc()
+        if self._mail is not None:
+            self._mail.close()
+
+    def _sleep(self) -> None:
+        if self._inquiries or self._failing:
+            seconds = ASKING_SECONDS
+        elif self._engine.is_idle():
+            seconds = IDLE_SECONDS
+        else:
+            seconds = POLL_SECONDS
+        now = monotonic()
+        self._wakes_at = min(now + seconds, self._watch.next_look)
+        if self._wake.wait(max(self._wakes_at - now, 0.001)):
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        if self._mail is not None:
+            for sender, letter in self._mail.received():
+                self._read(self._mail, sender, letter)
+            self._mail.settle()
+            if self._announcing:
+                self._announce(self._mail)
+        late = self._watch.look()
+        if late.expired:
+            self._inquire_expired(late.expired)
+        if late.long:
+            self._inquire_long(late.long)
+        if self.finished and not (self._is_finished or self._stuck_told):
+            self._look_whether_stuck()
+        self._conclude()
+        self._fail_expired()
+
+    # ------------------------------------------------------------------ letters
+
+    def _read(self, mail: Mail, sender: int, letter: dict[str, Any]) -> None:
+        if "ask" in letter:
+            told = answer(self._engine, sender, letter["wanted"], is_finished=self._is_finished)
+            mail.send(sender, {"tell": letter["ask"], "answer": told.as_json()})
+        elif "tell" in letter:
+            for inquiry in self._inquiries:
+                if inquiry.number == letter["tell"]:
+                    inquiry.answers[sender] = Answer.of_json(letter["answer"])
+                    inquiry.missing.discard(sender)
+        else:
+            self.finished[sender] = letter["finished"]
+
+    def _announce(self, mail: Mail) -> None:
+        self._announcing = False
+        self._is_finished = True
+        table = dict(list(posted_collectives(self._engine).items())[-MOST_TABLE:])
+        for rank in range(mail.size):
+            if rank != self._rank:
+                mail.send(rank, {"finished": table})
+
+    # ------------------------------------------------------------------ inquiries
+
+    def _inquire(
+        self, operations: list[Operation], ranks: Iterable[int], seconds: float, then: Callable[[Inquiry], None]
+    ) -> None:
+        """Ask the ranks about the operations; `then` is called with the answers."""
+        self._number += 1
+        wanted: dict[str, list[int]] = {}
+        for operation in operations[:MOST_OPERATIONS]:
+            wanted.setdefault(operation.key, []).append(operation.sequence)
+        asked = set(ranks) - {self._rank} if self._mail is not None else set()
+        inquiry = Inquiry(self._number, operations, asked, monotonic() + seconds, then)
+        inquiry.answers[self._rank] = answer(self._engine, self._rank, wanted, is_finished=self._is_finished)
+        self._inquiries.append(inquiry)
+        if self._mail is not None:
+            for rank in asked:
+                self._mail.send(rank, {"ask": inquiry.number, "wanted": wanted})
+
+    def _conclude(self) -> None:
+        """Act on the inquiries that are over."""
+        now = monotonic()
+        over = [inquiry for inquiry in self._inquiries if not inquiry.missing or now >= inquiry.end]
+        self._inquiries = [inquiry for inquiry in self._inquiries if inquiry not in over]
+        for inquiry in over:
+            inquiry.then(inquiry)
+
+    # ------------------------------------------------------------------ past the limit
+
+    def _inquire_expired(self, works: Sequence[Work[Any]]) -> None:
+        """Ask once for each communicator, then fail its operations."""
+        for channel in {work._channel for work in works}:
+            here = [work for work in works if work._channel is channel]
+            shortest = min(effective_limit(work, self._config) for work in here)
+            seconds = min(max(shortest, SHORTEST_ANSWER_SECONDS), ANSWER_SECONDS)
+            operations = [operation_of(work) for work in here]
+            peers = {peer for operation in operations for peer in operation.peers}
+
+            def fail(inquiry: Inquiry, pairs: Sequence[Pair] = tuple(zip(here, operations, strict=True))) -> None:
+                self._failing += [self._timeout(work, operation, inquiry) for work, operation in pairs]
+
+            self._inquire(operations, peers, seconds, fail)
+
+    def _timeout(self, work: Work[Any], operation: Operation, inquiry: Inquiry) -> tuple[Work[Any], WorkTimeout]:
+        limit = effective_limit(work, self._config)
+        can_ask = self._mail is not None or self._is_alone
+        text = diagnosis.timeout_text(operation, limit, inquiry.answers if can_ask else None)
+        late = [operation.rank_in(rank) for rank in diagnosis.missing(operation, inquiry.answers)]
+        return work, WorkTimeout(text, work, late)
+
+    def _fail_expired(self) -> None:
+        if not self._failing or not self._engine.lock.acquire(timeout=LOCK_SECONDS):
+            return
+        try:
+            failing, self._failing = self._failing, []
+            for work, error in failing:
+                self._engine.fail_later(work, error)
+        finally:
+            self._engine.lock.release()
+
+    # ------------------------------------------------------------------ taking long
+
+    def _inquire_long(self, works: Sequence[Work[Any]]) -> None:
+        first = sorted(works, key=lambda work: (work.sequence == 0, work.sequence))[:MOST_OPERATIONS]
+        operations = [operation_of(work) for work in first]
+        peers = {peer for operation in operations for peer in operation.peers}
+
+        def report(inquiry: Inquiry) -> None:
+            self._report(inquiry, [work for work in works if not work.done()], len(works) - len(first))
+
+        self._inquire(operations, peers, ANSWER_SECONDS, report)
+
+    def _report(self, inquiry: Inquiry, pending: Sequence[Work[Any]], more: int) -> None:
+        told = [
+            operation
+            for operation in inquiry.operations
+            if diagnosis.is_spokesman(operation, self._rank, inquiry.answers, self._config.report_after)
+        ]
+        if told and pending:
+            text = diagnosis.report(socket.gethostname(), self._rank, told, inquiry.answers, more)
+            print(text, file=sys.stderr, flush=True)
+
+    # ------------------------------------------------------------------ waiting for finished ranks
+
+    def _look_whether_stuck(self) -> None:
+        """After a second without progress: ask the finished ranks that this one waits for."""
+        now = monotonic()
+        if self._engine.moves != self._moves:
+            self._moves = self._engine.moves
+            self._quiet_since = now
+        if now - self._quiet_since < STUCK_SECONDS:
+            return
+        self._quiet_since = now
+        seen = waits(self._engine)
+        waiters = [*seen.surely, *seen.together]
+        operations = [operation_of(waiter.work, waiter.place) for waiter in waiters if waiter.work.limit is None]
+        asked = {peer for operation in operations for peer in operation.peers} & self.finished.keys()
+        if asked:
+            self._inquire(
+                operations[:MOST_OPERATIONS], asked, ANSWER_SECONDS, lambda inquiry: self._judge(inquiry, seen)
+            )
+
+    def _judge(self, inquiry: Inquiry, seen: Waits) -> None:
+        if self._engine.moves != self._moves or self._stuck_told:
+            return
+        finished = {rank: told for rank, told in inquiry.answers.items() if told.is_finished}
+        any_of = [operation_of(each.work, each.place) for each in seen.surely if _is_endless(each.work)]
+        all_of = [operation_of(each.work, each.place) for each in seen.together]
+        if not all(_is_endless(each.work) for each in seen.together):
+            all_of = []
+        found = diagnosis.stuck(any_of, all_of, finished)
+        if found is not None:
+            self._stuck_told = True
+            self._on_stuck(diagnosis.stuck_text(self._rank, *found))
+
+
+def _is_endless(work: Work[Any]) -> bool:
+    """Whether it still waits, and no limit of its own will end that."""
+    return not work.done() and work.limit is None

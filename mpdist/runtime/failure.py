@@ -1,0 +1,174 @@
+"""Failure: one rank ends the whole job, and says why.
+
+With MPI alone the others would wait for it for ever. The order is: say it, give
+the text 0.1 s to get out (MPICH's launcher may lose the last lines otherwise), end
+all ranks with MPI_Abort. Under `mpdist run` leaving with the status is enough: the
+warden ends the others, and prints nothing of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from mpdist.runtime.board import Board
+from mpdist.runtime.completion import has_warden, record_failure
+
+FLUSH_SECONDS = 0.1
+# A rank that is not the first to fail waits so long for its death. All limits together stay below 5 s.
+DEATH_SECONDS = 2.5
+# How long `finally` blocks may take after an exception or a signal.
+FINALLY_SECONDS = 2.5
+# How long the first rank that is through after a signal waits for the others' `finally` blocks.
+NEIGHBOURS_SECONDS = 1.0
+ABORT_SECONDS = 1.5
+
+PENDING_SHOWN = 4
+REASON_SHOWN = 400
+
+
+class Ender:
+    """Ends the job for this rank.
+
+    Attributes:
+        is_ending: the end has begun; nothing else is to be reported.
+        is_disarmed: the job has ended well, or this is a forked child: nothing is to be ended any more.
+    """
+
+    def __init__(self, rank: int, size: int, board: Board, pending: Callable[[], Iterable[object]]) -> None:
+        """Prepare.
+
+        Args:
+            pending: gives what this rank waits for, to be told along.
+        """
+        self._who = f"rank {rank} of {size} (host {socket.gethostname()}, pid {os.getpid()})"
+        self._board = board
+        self._pending = pending
+        self._announced = threading.Lock()
+        self._ended = threading.Lock()
+        self.is_ending = False
+        self.is_disarmed = False
+
+    def announce(self, reason: str, tell: Callable[[], object] | None = None) -> bool:
+        """Say why the job ends, unless another rank or thread has; returns whether it was said now.
+
+        Args:
+            reason: the rest of a sentence.
+            tell: prints more, a traceback for instance, before that.
+        """
+        if not self._announced.acquire(blocking=False) or not self._board.claim():
+            return False
+        if tell is not None:
+            with contextlib.suppress(Exception):  # whatever a user's own hook does; MemoryError is one, too
+                tell()
+        self._say(reason)
+        record_failure()
+        return True
+
+    def end(
+        self, reason: str, code: int, tell: Callable[[], object] | None = None, *, patient: bool = False
+    ) -> NoReturn:
+        """End the job with this exit status; `announce` tells of the other arguments.
+
+        Args:
+            patient: other ranks may have been told to end at the same time: let them run their `finally` blocks.
+        """
+        if not self._ended.acquire(blocking=False):
+            time.sleep(DEATH_SECONDS + NEIGHBOURS_SECONDS + ABORT_SECONDS)  # another thread ends this process
+            os._exit(code)
+        self.is_ending = True
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        is_reporter = self.announce(reason, tell) or self._board.claim()
+        self._board.leave()
+        if not is_reporter:
+            time.sleep(DEATH_SECONDS)  # the rank that has reported ends this one, too
+            self._say(reason)
+            record_failure()
+        elif patient:
+            self._board.wait_for_all(NEIGHBOURS_SECONDS)
+        time.sleep(FLUSH_SECONDS)
+        leave(code)
+
+    def end_after(self, seconds: float, reason: str, code: int) -> threading.Timer:
+        """End the job unless the timer is cancelled before."""
+        timer = threading.Timer(seconds, self.end, (reason, code))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _say(self, reason: str) -> None:
+        short = " ".join(reason.split())[:REASON_SHOWN]
+        lines = [f"    pending: {text}" for text in self._pending_texts()]
+        write_error("\n".join([*lines, f"mpdist: {self._who}: {short}; the job is stopped"]))
+
+    def _pending_texts(self) -> list[str]:
+        try:
+            texts = list(itertools.islice(map(str, self._pending()), PENDING_SHOWN + 1))
+        except Exception:  # another thread may change what is looked at; the reason is more important
+            return []
+        return [*texts[:PENDING_SHOWN], "..."] if len(texts) > PENDING_SHOWN else texts
+
+
+def write_error(text: str) -> None:
+    """Write lines to stderr, behind all that was printed so far; never raises, also inside a signal handler."""
+    flush_streams()
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except Exception:  # closed, replaced, or interrupted by ourselves in the middle of a write
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+
+
+def flush_streams() -> None:
+    """Flush stdout and stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # may be None, closed, or a broken pipe
+            stream.flush()
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: text`."""
+    with contextlib.suppress(Exception):  # an error's own __str__ may fail
+        return "".join(traceback.format_exception_only(error)).strip()
+    return type(error).__name__
+
+
+def leave(code: int) -> NoReturn:
+    """End every rank; nothing of Python runs any more."""
+    code = exit_code(code) or 1
+    flush_streams()
+    if has_warden():
+        os._exit(code)
+    with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread any more
+        threading.Thread(target=_leave_late, args=(code,), daemon=True).start()
+    from mpdist.transport import mpi
+
+    with contextlib.suppress(Exception):
+        if mpi.is_running():
+            mpi.abort(code)
+    os._exit(code)
+
+
+def _leave_late(code: int) -> None:
+    """MPI_Abort may hang where another thread is inside MPI; launchers also end a job whose rank leaves badly."""
+    time.sleep(ABORT_SECONDS)
+    os._exit(code)
+
+
+def exit_code(code: object) -> int:
+    """The exit status that Python makes of the argument of `sys.exit`; never 0 for a number that is not 0."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF or int(code != 0)
+    return 1

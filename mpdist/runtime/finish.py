@@ -1,0 +1,68 @@
+"""Finish: a job is over when all ranks have agreed that it is.
+
+A rank whose main program has ended first completes what it has posted, then goes
+on making progress until all the others have come to their end, too: they may still
+need it. If they wait for more than it can give, the control thread ends the job.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mpdist.progress.receive import Receive
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.engine import Engine
+    from mpdist.progress.work import Work
+
+# In a world of one rank nobody can complete what its main program has left.
+ALONE_SECONDS = 0.2
+
+SHOWN = 4
+
+
+def drain(engine: Engine, timeout: float | None = None) -> bool:
+    """Complete all sends and collectives of this rank; False if one took longer than `timeout` seconds.
+
+    Receives may stay: nobody waits for them.
+    """
+    return all(engine.wait(work, timeout) for work in unfinished(engine))
+
+
+def unfinished(engine: Engine) -> list[Work[Any]]:
+    """What other ranks may need of this one."""
+    works = [*engine.active, *engine.later]
+    works += [work for channel in engine.channels for work in channel.collectives]
+    return [work for work in works if not work._done and not isinstance(work, Receive)]
+
+
+def agree(engine: Engine) -> None:
+    """Wait until every rank of the world has called it; pending operations make progress meanwhile."""
+    transport = engine.meeting.transport  # nothing else on it is a collective
+    request = transport.ibarrier()
+    engine.doorbell.ring_sleepers(range(transport.size))
+    engine.drive_while(lambda: not request.Test())
+
+
+def close_all(engine: Engine, why: str) -> None:
+    """Close every communicator, and report the messages that nobody has received."""
+    for channel in list(engine.channels):
+        if not channel.is_closed:
+            _report_unclaimed(channel)
+            channel.close(why)
+    engine.doorbell.close()
+
+
+def _report_unclaimed(channel: Channel) -> None:
+    while channel.poll():
+        pass
+    unclaimed = channel.unclaimed()
+    if unclaimed:
+        more = ", ..." if len(unclaimed) > SHOWN else ""
+        print(
+            f"mpdist: {channel.where()} ends with {len(unclaimed)} messages that nobody received: "
+            f"{', '.join(unclaimed[:SHOWN])}{more}",
+            file=sys.stderr,
+        )

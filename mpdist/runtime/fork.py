@@ -1,0 +1,116 @@
+"""Fork: only the process that the launcher started may communicate.
+
+A forked child has a copy of everything, but MPI does not survive the fork: there
+all is disarmed, so that DataLoader workers and `multiprocessing` do no harm. A
+spawned child (or any other program that is started) inherits the launcher's
+variables, and would start MPI in the place of its parent's rank: it is refused
+before. The first rank leaves its process id in MPDIST_OWNER for that.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from mpdist.errors import UsageError
+from mpdist.progress.engine import Engine
+from mpdist.transport.facts import launched_as
+
+OWNER_VARIABLE = "MPDIST_OWNER"
+
+_disarm: Callable[[], None] | None = None
+
+
+class ForkedEngine(Engine):
+    """The Engine in a forked child: it never touches MPI."""
+
+    refusal = ""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise UsageError(self.refusal)
+
+    drive = drive_inline = drive_while = wait = park = _refuse
+
+    def ensure_ticking(self) -> None:
+        """Nothing is driven."""
+
+    def _tick(self) -> None:
+        """Nothing is driven."""
+
+
+def disarm_engine(engine: Engine, refusal: str) -> None:
+    """Let every operation of this copy of the Engine raise an error with this text."""
+    engine.__class__ = ForkedEngine
+    engine.refusal = refusal  # type: ignore[attr-defined]  # of the new class
+    for channel in list(engine.channels):
+        channel.refuse(refusal)
+
+
+def on_fork(disarm: Callable[[], None] | None) -> None:
+    """Call this in every forked child from now on."""
+    global _disarm
+    _disarm = disarm
+
+
+def _in_child() -> None:
+    if _disarm is not None:
+        _disarm()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def leave_without_finalize(status: Callable[[], object]) -> NoReturn:
+    """End a forked child in which mpi4py would call MPI_Finalize at the very end: that breaks the parent's job."""
+    import atexit
+
+    from mpdist.runtime.failure import exit_code, flush_streams
+
+    atexit._run_exitfuncs()
+    code = exit_code(status())
+    flush_streams()
+    os._exit(code or int(hasattr(sys, "last_value")))
+
+
+def mark_owner() -> None:
+    """This process is the rank; programs that it starts are not."""
+    if launched_as(os.environ) is not None:
+        os.environ[OWNER_VARIABLE] = f"{os.getpid()} {_job_name(os.environ)}"
+
+
+def refuse_child() -> None:
+    """Check that this process is not a child of a rank; before MPI starts.
+
+    Raises:
+        UsageError: it is.
+    """
+    launched = launched_as(os.environ)
+    if launched is None or not _is_child(os.environ):
+        return
+    raise UsageError(
+        f"mpdist was started in a process that rank {launched.rank} of {launched.size} has itself started (by spawn, "
+        "subprocess, ...): it has the launcher's variables of that rank, and MPI would take it for the same rank. "
+        "Communicate in the rank itself, and hand the data over"
+    )
+
+
+def _is_child(environ: Mapping[str, str]) -> bool:
+    workers = sys.modules.get("multiprocessing.process")  # loaded in every process that multiprocessing has started
+    if workers is not None and workers.parent_process() is not None:
+        return True
+    owner, _, job = environ.get(OWNER_VARIABLE, "").partition(" ")
+    return owner not in ("", str(os.getpid())) and _job_name(environ) in (job, "")
+
+
+def _job_name(environ: Mapping[str, str]) -> str:
+    """What tells this job from one that is started inside it; empty if unknown."""
+    if "PMIX_NAMESPACE" in environ:
+        return environ["PMIX_NAMESPACE"]
+    try:  # hydra numbers nothing, but each of its ranks has a socket to it
+        status = os.fstat(int(environ["PMI_FD"]))
+    except (KeyError, ValueError, OSError):
+        return ""
+    return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else ""

@@ -1,0 +1,68 @@
+"""Hooks: exceptions that nobody catches end the job.
+
+In the main thread, in any other thread, in a task of `mpdist.run` that nobody
+awaits, and in a callback of its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+from mpdist.runtime.failure import Ender, describe_error
+
+INTERRUPTED = 130
+
+
+class Hooks:
+    """Python's hooks for uncaught exceptions, while installed."""
+
+    def __init__(self, ender: Ender) -> None:
+        self._ender = ender
+        self._before = sys.excepthook
+        self._before_in_threads = threading.excepthook
+
+    def install(self) -> None:
+        """Put ours in front of those that are there."""
+        sys.excepthook = self._on_error
+        threading.excepthook = self._on_thread_error
+
+    def remove(self) -> None:
+        """Put those before back, unless others have come since; then ours pass everything on."""
+        if sys.excepthook == self._on_error:
+            sys.excepthook = self._before
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self._before_in_threads
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Exception handler of the event loop.
+
+        Errors of transports and of bare futures are logged, as asyncio does: libraries handle them otherwise.
+        """
+        error = context.get("exception")
+        task = context.get("task") or context.get("future")
+        is_ours = isinstance(task, asyncio.Task) or "handle" in context
+        if error is None or not is_ours or self._ender.is_disarmed:
+            loop.default_exception_handler(context)
+            return
+        where = f"in task {task.get_name()!r}" if isinstance(task, asyncio.Task) else "in a callback"
+        self._ender.end(f"{describe_error(error)} ({where})", 1, lambda: loop.default_exception_handler(context))
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+        if self._ender.is_disarmed:
+            self._before(kind, error, trace)
+        elif isinstance(error, KeyboardInterrupt):
+            self._ender.end("KeyboardInterrupt (SIGINT)", INTERRUPTED, patient=True)
+        else:
+            self._ender.end(describe_error(error), 1, lambda: self._before(kind, error, trace))
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs, /) -> None:
+        error = args.exc_value
+        if self._ender.is_disarmed or error is None or isinstance(error, SystemExit):
+            self._before_in_threads(args)
+            return
+        name = "" if args.thread is None else f" {args.thread.name!r}"
+        self._ender.end(f"{describe_error(error)} (in thread{name})", 1, lambda: self._before_in_threads(args))

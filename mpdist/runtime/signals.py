@@ -1,0 +1,134 @@
+"""Signals: SIGTERM and Ctrl-C end the job, after the `finally` blocks.
+
+SIGTERM becomes a SystemExit in the main thread, as SIGINT becomes a
+KeyboardInterrupt. Python runs its handlers between two bytecodes, so a long call of
+C code, or a `finally` block that waits for another rank, would hold the end up.
+faulthandler's handler runs at once: it writes the stack into a pipe, on which a
+thread waits that ends the job some time later in any case.
+
+If the launcher is killed the kernel sends SIGTERM (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+from mpdist.runtime.failure import FINALLY_SECONDS, Ender
+from mpdist.runtime.hooks import INTERRUPTED
+
+TERMINATED = 143
+
+_SET_PARENT_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG, PR_GET_PDEATHSIG
+_GET_PARENT_SIGNAL = 2
+
+
+class Terminated(SystemExit):
+    """SIGTERM has come."""
+
+
+class Signals:
+    """The handlers, while installed. A signal for which the program has its own handler is left to it.
+
+    Attributes:
+        reason: why the process ends, once SIGTERM has come; else empty.
+    """
+
+    def __init__(self, ender: Ender) -> None:
+        self._ender = ender
+        self._parent = os.getppid()
+        self._watched: dict[int, tuple[int, int]] = {}
+        self.reason = ""
+
+    def install(self) -> None:
+        """Begin; only the main thread can."""
+        _enable_faulthandler()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_term)
+            self._watch(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._watch(signal.SIGINT)
+        if self._watched:
+            pipes = {read: number for number, (read, _) in self._watched.items()}
+            threading.Thread(target=self._limit, args=(pipes,), name="mpdist-signals", daemon=True).start()
+
+    def rearm(self) -> None:
+        """Watch SIGINT again: asyncio has set its own handler."""
+        if signal.SIGINT in self._watched and threading.current_thread() is threading.main_thread():
+            self._register(signal.SIGINT)
+
+    def remove(self) -> None:
+        """Put back what was there before."""
+        with contextlib.suppress(ValueError):  # not the main thread: then they do nothing any more
+            if signal.getsignal(signal.SIGTERM) == self._on_term:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, (_, write) in self._watched.items():
+            faulthandler.unregister(number)
+            os.close(write)  # ends the thread
+        self._watched.clear()
+
+    def _watch(self, number: int) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._watched[number] = (read, write)
+        self._register(number)
+
+    def _register(self, number: int) -> None:
+        faulthandler.unregister(number)
+        faulthandler.register(number, self._watched[number][1], all_threads=False, chain=True)
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        if self._ender.is_disarmed or self._ender.is_ending:
+            return
+        self.reason = "SIGTERM" if os.getppid() == self._parent else "its launcher is gone"
+        # Open MPI's launcher sends SIGKILL 0.2 s later: say it now.
+        self._ender.announce(self.reason)
+        raise Terminated(TERMINATED)
+
+    def end(self) -> NoReturn:
+        """End the job for SIGTERM; the `finally` blocks have run."""
+        self._ender.end(self.reason, TERMINATED, patient=True)
+
+    def _limit(self, pipes: dict[int, int]) -> None:
+        """In a thread of its own: wait for a signal, then for the end, but not for long."""
+        ready, _, _ = select.select(list(pipes), [], [])
+        stacks = {pipes[read]: os.read(read, 1 << 16) for read in ready}
+        numbers = [number for number, stack in stacks.items() if stack]
+        if numbers:
+            time.sleep(FINALLY_SECONDS)
+        if numbers and not self._ender.is_disarmed:
+            code = TERMINATED if numbers[0] == signal.SIGTERM else INTERRUPTED
+            stack = stacks[numbers[0]].decode(errors="replace").rstrip()
+            reason = f"{signal.Signals(numbers[0]).name}, and it has not ended within {FINALLY_SECONDS:g} s"
+            self._ender.end(reason, code, lambda: print(f"It was here:\n{stack}", file=sys.stderr))
+        for read in pipes:
+            os.close(read)
+
+
+def _enable_faulthandler() -> None:
+    """Print the Python stack at SIGSEGV and the like."""
+    with contextlib.suppress(Exception):  # stderr may have no descriptor
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM when the process that started this one is gone, unless it does something already."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    if prctl is None:
+        return
+    current = ctypes.c_int(0)
+    prctl(_GET_PARENT_SIGNAL, ctypes.byref(current))
+    if current.value == 0:
+        prctl(_SET_PARENT_SIGNAL, int(signal.SIGTERM))

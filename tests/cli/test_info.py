@@ -1,0 +1,131 @@
+"""`mpdist info`, and the facts under it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+from cli.jobs import job_environ, run_mpdist
+
+from mpdist.cli import info as module
+from mpdist.cli.info import as_text, fits, info, mpi_section, place_text, ulfm_text, variables, version
+from mpdist.cli.launcher import Kind, Launcher
+from mpdist.errors import Unavailable
+from mpdist.transport.facts import Launched, MpiFacts, launch_mismatch, launched_as
+
+FACTS = MpiFacts(
+    family="mpich", version="MPICH 5.0.2", standard="5.0", library="MPICH Version: 5.0.2", path="libmpi.so",
+    thread_level="multiple", rank=0, hosts=["a", "a", "b"], cuda="no", ulfm="no", reduces=["int8", "float32"],
+)  # fmt: skip
+HYDRA = Launcher("mpiexec", Kind.MPICH, "hydra 5.0.2")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Launched("mpich", 1, 3)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, Launched("openmpi", 0, 2)),
+        ({"PMI_RANK": "1"}, None),
+        ({"PMI_RANK": "x", "PMI_SIZE": "3"}, None),
+    ],
+)
+def test_launcher_is_known_by_its_variables(environ: dict[str, str], expected: Launched | None) -> None:
+    assert launched_as(environ) == expected
+
+
+def test_launcher_of_another_mpi_is_told() -> None:
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "3"}
+    assert launch_mismatch(environ, 3, "mpich") is None
+    assert launch_mismatch({}, 1, "mpich") is None
+    text = launch_mismatch(environ, 1, "openmpi")
+    assert text is not None
+    assert "rank 1 of 3" in text
+    assert "world of 1" in text
+    assert "mpdist[mpich]" in text
+
+
+def test_launcher_that_does_not_fit_the_library_is_told() -> None:
+    assert "belongs to this library" in fits(FACTS, HYDRA)
+    assert fits(FACTS, Launcher("mpiexec", Kind.OPENMPI, "5")).startswith("MISMATCH")
+    assert fits(FACTS, "none found") == "finds no mpiexec"
+
+
+def test_ranks_are_listed_by_node() -> None:
+    section = mpi_section(FACTS, HYDRA, {})
+    assert section["world"] == "3 ranks on 2 nodes"
+    assert (section["node a"], section["node b"]) == ("ranks 0-1", "rank 2")
+    assert "problem" not in section
+
+
+def test_ulfm_is_told_apart_from_ulfm_in_force() -> None:
+    able = MpiFacts(**{**vars(FACTS), "ulfm": "yes"})
+    assert ulfm_text(FACTS, {}) == "no"
+    assert "not in force" in ulfm_text(able, {})
+    assert ulfm_text(able, {"OMPI_MCA_mpi_ft_enable": "1"}) == "yes, in force"
+
+
+def test_place_is_what_the_launcher_says() -> None:
+    assert place_text(None) == "started without a launcher"
+    assert place_text(Launched("mpich", 1, 2)) == "rank 1 of 2, started by mpich"
+
+
+def test_secret_of_the_job_is_not_printed() -> None:
+    shown = variables({"MPDIST_RUN": "secret", "MPDIST_DEBUG": "1", "UCX_TLS": "tcp", "HOME": "x"})
+    assert shown == {"MPDIST_DEBUG": "1", "MPDIST_RUN": "(set)", "UCX_TLS": "tcp"}
+
+
+def test_text_is_aligned() -> None:
+    assert as_text({"a": {"x": "1", "long": "2"}}) == "a\n  x     1\n  long  2\n"
+
+
+def test_missing_package_has_a_dash() -> None:
+    assert version("no-such-package-at-all") == "-"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_missing_mpi_is_reported_with_what_to_install(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> MpiFacts:
+        raise Unavailable("mpi4py finds no MPI library: pip install 'mpdist[mpich]'")
+
+    monkeypatch.setattr(module, "gather_facts", fail)
+    assert info(argparse.Namespace(json=as_json)) == 1
+    text = capsys.readouterr().out
+    assert "pip install 'mpdist[mpich]'" in text
+    if as_json:
+        assert json.loads(text)["installation"]["mpi4py"] != "-"
+
+
+def test_mpi_library_that_can_not_be_loaded_is_reported() -> None:
+    code = "import sys; sys.modules['mpi4py'] = None; from mpdist.cli import main; sys.exit(main(['info']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=job_environ(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "problem" in done.stdout
+    assert "pip install 'mpdist[mpich]'" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.job
+def test_info_describes_this_installation() -> None:
+    done = run_mpdist("info", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert report["installation"]["numpy"] == version("numpy")
+    assert report["MPI"]["world"] == "1 rank on 1 node"
+    assert "float32" in report["MPI"]["own sum of"].split()
+    assert report["launcher"]["kind"] in report["MPI"]["mpdist run"]
+
+
+@pytest.mark.job
+def test_rank_0_describes_a_job() -> None:
+    done = run_mpdist("run", "-n", "2", "-m", "mpdist", "info", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert report["MPI"]["world"] == "2 ranks on 1 node"
+    assert "rank 0 of 2" in report["launcher"]["this process"]

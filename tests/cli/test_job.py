@@ -1,0 +1,108 @@
+"""What follows from the reports of the ranks."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mpdist.cli.job import Job, Verdict, describe, ranks_text, shell_status
+
+EXIT_3 = 3 << 8
+GOOD_RECORDS = ("used", "done")
+
+
+def job_of(*ends: tuple[int | None, tuple[str, ...], bool]) -> Job:
+    """A job whose ranks ended in this order: wait status, records, by itself."""
+    job = Job(len(ends))
+    for number, (status, records, by_itself) in enumerate(ends):
+        rank = job.started(number, 100 + number, "h")
+        for word in records:
+            job.recorded(rank, word)
+        if status is not None:
+            job.ended(rank, status, by_itself)
+    return job
+
+
+GOOD = (0, GOOD_RECORDS, True)
+PLAIN = (0, (), True)
+LOST = (None, ("used",), True)
+STOPPED = (int(signal.SIGKILL), ("used",), False)
+
+
+@pytest.mark.parametrize("end", [GOOD, PLAIN])
+def test_success_needs_every_rank_and_the_launcher(end: tuple[int, tuple[str, ...], bool]) -> None:
+    assert job_of(end, end).verdict(0) == Verdict(0)
+    assert job_of(end, end).verdict(5).status == 5
+    assert job_of(end, LOST).verdict(0).status == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_status", "records", "status", "words"),
+    [
+        (0, ("used",), 1, "left with exit status 0, as by os._exit(0), before the job was agreed"),
+        (EXIT_3, ("used",), 3, "left with exit status 3 before the job was agreed"),
+        (EXIT_3, (), 3, "left with exit status 3; the job is stopped"),
+        (EXIT_3, GOOD_RECORDS, 3, "after the job was agreed to be finished"),
+        (int(signal.SIGKILL), (), 137, "was killed by SIGKILL (perhaps by the kernel, for want of memory)"),
+        (int(signal.SIGSEGV) | 128, ("used",), 139, "was killed by SIGSEGV before the job was agreed"),
+    ],
+)
+@pytest.mark.parametrize("launcher_status", [0, 1, 9, -15])
+def test_first_failed_rank_decides_and_is_named(
+    wait_status: int, records: tuple[str, ...], status: int, words: str, launcher_status: int
+) -> None:
+    verdict = job_of(STOPPED, (wait_status, records, True), (EXIT_3 + 256, (), True)).verdict(launcher_status)
+    assert verdict.status == status
+    assert len(verdict.lines) == 1
+    assert verdict.lines[0].startswith("mpdist: rank 1 of 3 (host h, pid 101) ")
+    assert words in verdict.lines[0]
+
+
+def test_rank_that_has_explained_itself_is_the_cause_without_a_line() -> None:
+    assert job_of(STOPPED, (EXIT_3, ("used", "told"), True)).verdict(1) == Verdict(3)
+    assert job_of((None, ("used", "told"), True), STOPPED).verdict(42) == Verdict(42)
+    assert job_of((None, ("told",), True)).verdict(0) == Verdict(1)
+
+
+def test_explanation_counts_before_a_later_end_of_another_rank() -> None:
+    job = job_of((None, ("used", "told"), True), (EXIT_3, ("used",), True))
+    assert job.verdict(7) == Verdict(7)
+
+
+@pytest.mark.parametrize(("launcher_status", "status"), [(0, 1), (42, 42), (-9, 137)])
+def test_ranks_lost_without_a_cause_are_listed(launcher_status: int, status: int) -> None:
+    verdict = job_of(LOST, PLAIN, STOPPED).verdict(launcher_status)
+    assert verdict.status == status
+    assert "ranks 0, 2 of 3 did not finish" in verdict.lines[0]
+    assert "rank 1 had left with exit status 0" in verdict.lines[0]
+
+
+def test_job_that_never_started_is_not_a_success() -> None:
+    assert Job(2).verdict(0).status == 1
+    assert "started no rank" in Job(2).verdict(0).lines[0]
+
+
+def test_signal_to_the_job_decides_over_what_it_led_to() -> None:
+    job = job_of((EXIT_3, ("used",), True), GOOD)
+    job.interrupted_by = signal.SIGINT
+    assert job.verdict(1) == Verdict(130, ["mpdist: the job was stopped by SIGINT"])
+
+
+def test_job_is_over_when_every_rank_has_reported_its_end() -> None:
+    assert job_of(GOOD, STOPPED).is_over
+    assert not job_of(GOOD, LOST).is_over
+    assert not Job(1).is_over
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
+)
+def test_ranks_are_written_as_spans(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_process_ends_are_described() -> None:
+    assert (describe(3), describe(-9)) == ("returned 3", "was killed by SIGKILL")
+    assert (shell_status(3), shell_status(-9)) == (3, 137)

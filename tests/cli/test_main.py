@@ -1,0 +1,85 @@
+"""The command line itself: options, mistakes, and what is started for each rank."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpdist.cli import build_parser, main
+from mpdist.cli.launcher import Kind
+from mpdist.cli.run import own_addresses, rank_program
+from mpdist.errors import UsageError
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(["run", *arguments])
+
+
+def test_options_end_at_the_program() -> None:
+    options = parse(
+        "-n", "3", "--mpi", "mpich", "--launcher-arg=--a", "--launcher-arg", "b", "x.py", "-n", "9", "--", "-m"
+    )
+    assert (options.ranks, options.mpi, options.launcher_arg) == (3, "mpich", ["--a", "b"])
+    assert options.program == ["x.py", "-n", "9", "--", "-m"]
+    assert not options.module
+
+
+def test_module_takes_arguments_too() -> None:
+    options = parse("-n", "1", "-m", "package.module", "-m", "x")
+    assert options.module
+    assert options.program == ["package.module", "-m", "x"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["x.py"], ["-n", "0", "x.py"], ["-n", "two", "x.py"], ["-n", "1", "--mpi", "x", "y"]]
+)
+def test_wrong_options_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse(*arguments)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        (Kind.MPICH, "PMI_RANK"),
+        (Kind.OPENMPI, "OMPI_COMM_WORLD_RANK"),
+        (Kind.OTHER, "OMPI_COMM_WORLD_RANK,PMI_RANK"),
+    ],
+)
+def test_launcher_starts_a_warden_that_starts_the_program(kind: Kind, variables: str, tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    program = rank_program(parse("-n", "1", "--tag-output", str(script), "a"), kind)
+    assert program[:3] == [sys.executable, "-I", "-S"]
+    assert program[3].endswith("warden.py")
+    assert program[4:] == [variables, "tag", sys.executable, str(script), "a"]
+
+
+def test_missing_script_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match=r"no script 'no_such\.py'"):
+        rank_program(parse("-n", "1", "no_such.py"), Kind.MPICH)
+    with pytest.raises(UsageError, match="no program"):
+        rank_program(parse("-n", "1"), Kind.MPICH)
+
+
+def test_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "1", "no_such.py"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("raise SystemExit(9)")
+    assert main(["run", "-n", "2", "--dry-run", str(script), "a b"]) == 0
+    words = shlex.split(capsys.readouterr().err)
+    assert words[words.index("-n") + 1] == "2"
+    assert words[-2:] == [str(script), "a b"]
+
+
+def test_own_addresses_are_not_the_loopback() -> None:
+    assert not any(address.startswith("127.") for address in own_addresses())

@@ -1,0 +1,68 @@
+"""The wire format: tags, sizes of pieces, frames of an object."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpdist.memory import ELEMENTS
+from mpdist.progress import wire
+
+
+@given(st.integers(0, wire.MAX_TAG), st.integers(0, wire.CODE_MASK))
+def test_a_wire_tag_holds_tag_and_code_within_the_limit_of_mpich(tag: int, code: int) -> None:
+    both = wire.wire_tag(tag, code)
+    assert (both >> wire.CODE_BITS, both & wire.CODE_MASK) == (tag, code)
+    assert both < 2**29
+
+
+def test_codes_are_distinct() -> None:
+    whole = {element.code for element in ELEMENTS}
+    pieces = {wire.ARRAY_IN_PIECES + element.code for element in ELEMENTS}
+    special = {wire.OBJECT, wire.OBJECT_IN_PIECES, wire.PIECE}
+    codes = whole | pieces | special
+    assert len(codes) == 2 * len(ELEMENTS) + 3
+    assert max(codes) <= wire.CODE_MASK
+    assert max(whole) < wire.ARRAY_IN_PIECES <= min(pieces)
+    assert max(pieces) < wire.OBJECT
+
+
+@pytest.mark.parametrize("limit", [32767, 2**23, 2**29 - 1, 2**31 - 1])
+def test_the_largest_tag_fits_below_the_limit(limit: int) -> None:
+    tag = wire.max_tag(limit)
+    assert wire.wire_tag(tag, wire.CODE_MASK) <= limit
+    assert tag == wire.MAX_TAG or wire.wire_tag(tag + 1, wire.CODE_MASK) > limit
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_pieces_are_whole_but_the_last_and_none_is_empty(nbytes: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PIECE_BYTES", piece)
+        sizes = wire.piece_sizes(nbytes)
+    assert sum(sizes) == nbytes
+    assert all(size == piece for size in sizes[:-1])
+    assert all(0 < size <= piece for size in sizes)
+
+
+@given(st.integers(0, 2**63))
+def test_a_size_survives(nbytes: int) -> None:
+    assert wire.unpack_size(wire.pack_size(nbytes)) == nbytes
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
+def test_inline_frames_survive_and_are_aligned(contents: list[bytes]) -> None:
+    message = memoryview(wire.pack_frames([memoryview(each) for each in contents], inline=True))
+    sizes = wire.unpack_table(message)
+    assert sizes == [len(each) for each in contents]
+    assert [bytes(wire.frame(message, sizes, index)) for index in range(len(sizes))] == contents
+    assert all(start % wire.ALIGNMENT == 0 for start in wire._layout(sizes))
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
+def test_without_inline_only_the_pickle_follows_the_table(contents: list[bytes]) -> None:
+    message = memoryview(wire.pack_frames([memoryview(each) for each in contents], inline=False))
+    sizes = wire.unpack_table(message)
+    assert sizes == [len(each) for each in contents]
+    assert bytes(wire.frame(message, sizes, 0)) == contents[0]
+    assert len(message) == wire._layout(sizes)[0] + len(contents[0])

@@ -1,0 +1,360 @@
+"""The control thread on ranks: limits, reports, and waits for what finished ranks could give."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+import mpdist
+from mpdist.config import Config
+from mpdist.runtime.answers import describe_pending
+from mpdist.runtime.control import Control
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+TOKEN = 77
+Start = Callable[..., Control]
+
+
+Stuck = list[str]
+
+
+@pytest.fixture
+def stuck() -> Stuck:
+    """Reasons for which a control thread would have ended the job."""
+    return []
+
+
+async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Poll: what is waited for happens in another thread."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:  # noqa: ASYNC110  # no event of this loop tells it
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def start(comm: mpdist.Communicator, world: mpdist.Communicator, stuck: Stuck) -> AsyncIterator[Start]:
+    """Starts this rank's control thread with these settings, instead of the job's own."""
+    engine = comm._channel.engine
+    before = engine.on_limit
+    transport = comm._channel.transport.dup()
+    controls = []
+
+    def start(**settings: float) -> Control:
+        controls.append(Control(engine, transport, Config(**settings), stuck.append))
+        controls[0].start()
+        return controls[0]
+
+    yield start
+    await world.barrier()
+    for control in controls:
+        control.stop()
+    await world.barrier()
+    transport.free()
+    engine.on_limit = before
+
+
+def line_of(text: str) -> int:
+    """The number of the line of this file that has the text."""
+    lines = inspect.getsource(inspect.getmodule(line_of)).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def load_batch(seconds: float) -> None:
+    time.sleep(seconds)  # the late line
+
+
+# ---------------------------------------------------------------------- limits
+
+
+async def test_a_collective_past_its_limit_names_who_came_and_where_the_late_rank_is(
+    comm: mpdist.Communicator, start: Start
+) -> None:
+    start()
+    await comm.barrier()
+    if comm.rank == 1:
+        load_batch(2)
+        await comm.all_reduce(np.ones(4))
+        return
+    begin = time.monotonic()
+    with pytest.raises(mpdist.WorkTimeout) as caught:
+        await comm.all_reduce(np.ones(4)).within(0.5)
+    assert 0.5 <= time.monotonic() - begin < 0.9
+    assert caught.value.waiting_for == (1,)
+    text = str(caught.value)
+    assert re.search(rf"all_reduce float64 x 4 sum #2 on '.*' \(rank {comm.rank} of {comm.size}\)", text)
+    assert "is not done after 0.5 s, waiting for rank 1\n" in text
+    assert re.search(r"arrived: rank(s)? 0", text)
+    assert re.search(
+        rf"not arrived: rank 1: last collective barrier #1 \(.*test_control.py:\d+\), now at "
+        rf".*test_control.py:{line_of('# the ' + 'late line')} in load_batch: time.sleep\(seconds\)",
+        text,
+    )
+    with pytest.raises(mpdist.ClosedError, match="was given up"):
+        comm.barrier()
+
+
+@pytest.mark.parametrize("whose", ["job", "communicator"])
+async def test_timeouts_of_the_job_and_the_communicator_end_collectives_only(
+    comm: mpdist.Communicator, start: Start, whose: str
+) -> None:
+    start(timeout=0.4 if whose == "job" else 100.0)
+    comm.timeout = 0.4 if whose == "communicator" else None
+    if comm.rank == 1:
+        await asyncio.sleep(1.2)
+        await comm.barrier()
+        await comm.send(np.zeros(1), 0)
+        return
+    receive = comm.recv(src=1) if comm.rank == 0 else None
+    begin = time.monotonic()
+    with pytest.raises(mpdist.WorkTimeout, match=r"in test_timeouts.*asyncio.sleep"):
+        await comm.barrier()
+    assert 0.4 <= time.monotonic() - begin < 0.9
+    if receive is not None:
+        assert (await receive).src == 1
+
+
+async def test_timeout_0_waits_for_ever(comm: mpdist.Communicator, start: Start) -> None:
+    start(timeout=0.2)
+    comm.timeout = 0
+    await asyncio.sleep(0.8 * comm.rank)
+    await comm.barrier()
+
+
+@pytest.mark.parametrize("how", ["await", "wait"])
+async def test_a_receive_past_its_limit_is_withdrawn_and_all_stays_usable(
+    comm: mpdist.Communicator, start: Start, how: str
+) -> None:
+    start()
+    peer = (comm.rank + 1) % comm.size
+    begin = time.monotonic()
+    work = comm.recv(src=peer, tag=5).within(0.2)
+    waiting = work if how == "await" else asyncio.to_thread(work.wait)
+    words = rf"recv from {peer}, tag 5.*\n.*rank {peer}: no collective yet, now at"
+    with pytest.raises(mpdist.WorkTimeout, match=words):
+        await waiting
+    assert 0.2 <= time.monotonic() - begin < 0.4
+    await comm.barrier()
+    message = await comm.sendrecv(np.full(3, comm.rank), peer, src=(comm.rank - 1) % comm.size, tag=5)
+    assert message.data.tolist() == [(comm.rank - 1) % comm.size] * 3
+
+
+async def test_a_sendrecv_past_its_limit_withdraws_its_receive(comm: mpdist.Communicator, start: Start) -> None:
+    start()
+    peer, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with pytest.raises(mpdist.WorkTimeout):
+        await comm.sendrecv(np.ones(2), peer, src=before, tag=comm.rank + 1).within(0.1)
+    assert not comm._channel.unfinished()
+    await comm.barrier()
+    assert (await comm.recv(src=before, tag=before + 1)).count == 2
+
+
+async def test_different_collectives_are_named(comm: mpdist.Communicator, start: Start) -> None:
+    start()
+    work = comm.barrier() if comm.rank == 0 else comm.all_reduce(np.ones(4))
+    with pytest.raises(mpdist.WorkTimeout) as caught:
+        await work.within(0.3)
+    text = str(caught.value)
+    assert "call 1 on" in text
+    assert re.search(r"rank 0: .*barrier +\(.*test_control.py:\d+\)", text)
+    assert re.search(r"ranks? 1.*: .*all_reduce float64 x 4 sum +\(.*test_control.py:\d+\)", text)
+
+
+# ---------------------------------------------------------------------- reports
+
+
+async def test_a_long_wait_is_reported_once_by_the_lowest_rank(
+    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(report_after=0.4)
+    if comm.rank == comm.size - 1:
+        await asyncio.sleep(1.5)
+    await comm.barrier()
+    text = capfd.readouterr().err
+    assert text.count("mpdist: rank") == (comm.rank == 0)
+    if comm.rank == 0:
+        assert re.search(r"barrier #1 on '.*' \(rank 0 of \d\) \(.*test_control.py:\d+\), for 0\.\d+ s\n", text)
+        assert f"not arrived: rank {comm.size - 1}: no collective yet, now at " in text
+        assert "asyncio.sleep(1.5)" in text
+
+
+async def test_a_stopped_rank_is_told_of_as_mute_and_is_not_given_up(
+    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(report_after=0.3)
+    pids = await comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if comm.rank == 0:
+        waker = asyncio.get_running_loop().call_later(2.5, os.kill, pids[1], signal.SIGCONT)
+    x = np.ones(2)
+    await comm.all_reduce(x)
+    assert x.tolist() == [comm.size] * 2
+    if comm.rank == 0:
+        assert waker.when() < asyncio.get_running_loop().time()
+        assert "no answer (dead, stopped, or cut off): rank 1" in capfd.readouterr().err
+
+
+async def test_a_pending_operation_is_described(comm: mpdist.Communicator, start: Start) -> None:
+    receive = comm.recv(src=0, tag=3)
+    assert any(line.startswith("recv from 0, tag 3 on '") for line in describe_pending())
+    receive.cancel()
+    if comm.rank == 0:
+        await asyncio.sleep(0.05)
+    work = comm.barrier()
+    if comm.rank != 0:
+        assert any(re.search(r"barrier #1 on .*called at .*test_control.py:\d+", line) for line in describe_pending())
+    await work
+
+
+# ---------------------------------------------------------------------- finished ranks
+
+
+async def others_finish(comm: mpdist.Communicator, control: Control) -> bool:
+    """All ranks but 0 announce their end; True on rank 0, the others wait for it to say that the test is over."""
+    if comm.rank == 0:
+        await until(lambda: len(control.finished) == comm.size - 1)
+        return True
+    control.announce_finished()
+    await comm.recv(src=0, tag=TOKEN)
+    return False
+
+
+async def release(comm: mpdist.Communicator) -> None:
+    for rank in range(1, comm.size):
+        await comm.send(np.zeros(1), rank, TOKEN)
+
+
+WAITS = {
+    "collective": (lambda c: c.all_reduce(np.ones(4)), r"all_reduce float64 x 4 sum #1 on '.*' \(.*\) for ranks? 1"),
+    "receive": (lambda c: c.recv(src=1, tag=2), r"recv from 1, tag 2 on '.*' \(.*\) for rank 1, which has finished"),
+    "any source": (lambda c: c.recv(tag=2), r"recv from any rank, tag 2 on '.*' \(.*\) for ranks? 1"),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+async def test_a_wait_for_finished_ranks_ends_the_job(
+    comm: mpdist.Communicator, start: Start, stuck: Stuck, what: str
+) -> None:
+    control = start()
+    if not await others_finish(comm, control):
+        if what == "collective":
+            await comm.all_reduce(np.ones(4))
+        return
+    post, words = WAITS[what]
+    task = asyncio.create_task(waiter(post(comm)))
+    begin = time.monotonic()
+    await asyncio.wait([task, asyncio.create_task(until(lambda: stuck, 4))], return_when="FIRST_COMPLETED")
+    assert 1 <= time.monotonic() - begin < 3 or what != "collective"
+    if what == "collective":
+        assert re.match(rf"rank 0 waits in {words}", stuck[0])
+    else:
+        assert not stuck, "while a task sleeps, it might do something about it"
+    await release(comm)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def waiter(work: mpdist.Work[object]) -> None:
+    await work
+
+
+@pytest.mark.parametrize("what", WAITS)
+async def test_the_main_thread_that_waits_for_finished_ranks_ends_the_job(
+    comm: mpdist.Communicator, start: Start, stuck: Stuck, what: str
+) -> None:
+    control = start()
+    if not await others_finish(comm, control):
+        if what == "collective":
+            await comm.all_reduce(np.ones(4))
+        return
+    post, words = WAITS[what]
+    work = post(comm)
+
+    def end_the_wait(text: str) -> None:
+        stuck.append(text)
+        work._channel.engine.fail_later(work, mpdist.WorkTimeout(text))
+        work._channel.broken = ""
+
+    control._on_stuck = end_the_wait
+    begin = time.monotonic()
+    with pytest.raises(mpdist.WorkTimeout):
+        await work
+    assert 1 <= time.monotonic() - begin < 3
+    assert re.match(rf"rank 0 waits in {words}", stuck[0])
+    await release(comm)
+
+
+async def test_what_a_finished_rank_has_posted_is_still_carried_out(
+    comm: mpdist.Communicator, start: Start, stuck: Stuck
+) -> None:
+    control = start()
+    if comm.rank != 0:
+        early = comm.all_reduce(np.ones(3)), comm.send(np.ones(2**20), 0, 4)
+        await others_finish(comm, control)
+        for work in early:
+            await work
+        return
+    await others_finish(comm, control)
+    await asyncio.sleep(1.5)
+    assert (await comm.all_reduce(np.ones(3))).tolist() == [comm.size] * 3
+    for _ in range(1, comm.size):
+        assert (await comm.recv(tag=4)).count == 2**20
+    assert not stuck
+    await release(comm)
+
+
+async def test_a_wait_that_a_program_limits_does_not_end_the_job(
+    comm: mpdist.Communicator, start: Start, stuck: Stuck
+) -> None:
+    control = start()
+    if not await others_finish(comm, control):
+        return
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2.5):
+            await comm.recv(src=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(comm.recv(src=1), 2.5)
+    with pytest.raises(mpdist.WorkTimeout):
+        await comm.recv(src=1).within(2.5)
+    assert not stuck
+    await release(comm)
+
+
+async def test_a_computing_rank_with_a_receive_in_the_background_does_not_end_the_job(
+    comm: mpdist.Communicator, start: Start, stuck: Stuck
+) -> None:
+    control = start()
+    if not await others_finish(comm, control):
+        return
+    receive = comm.recv(src=1, tag=9)
+    load_batch(2.5)
+    listener = asyncio.create_task(waiter(receive))
+    await asyncio.sleep(2.5)
+    assert not stuck
+    listener.cancel()
+    await release(comm)
+
+
+# ---------------------------------------------------------------------- cost
+
+
+async def test_the_thread_costs_less_than_a_hundredth_of_a_core(comm: mpdist.Communicator, start: Start) -> None:
+    control = start()
+    receive = comm.recv(src=(comm.rank + 1) % comm.size, tag=1)
+    await asyncio.sleep(0.3)
+    clock = time.pthread_getcpuclockid(control.ident or 0)
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(3)
+    assert time.clock_gettime(clock) - before < 0.03 * 1.0
+    receive.cancel()

@@ -1,0 +1,132 @@
+"""Examples: each runs as a real job, as its users start it, and prints what its docstring says."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from ranks.launch import mpiexec
+
+pytestmark = pytest.mark.job
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.glob("0*.py"))
+JOB_SECONDS = 45.0
+COMMAND = re.compile(r"^\$ mpirun -n (\d+) python examples/(\S+)(.*)\n((?:.+\n?)+)", re.MULTILINE)
+
+# As promised in train_digits.py: points between runs on different numbers of ranks. Other CPUs round otherwise too.
+NOISE = 1.5
+
+has_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+
+
+class Run(NamedTuple):
+    """A command in a docstring, and the output that it promises."""
+
+    ranks: int
+    options: list[str]
+    output: str
+
+
+def documented(name: str) -> list[Run]:
+    """The commands in an example's docstring."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+    runs = [(match[2], Run(int(match[1]), match[3].split(), match[4])) for match in COMMAND.finditer(text)]
+    assert runs, f"{name}: its docstring has no command"
+    assert {path for path, _ in runs} == {name}
+    return [run for _, run in runs]
+
+
+def run_job(name: str, ranks: int, *options: str) -> tuple[str, str]:
+    """What a job that ends well writes to stdout and stderr."""
+    command = [*mpiexec(ranks), sys.executable, str(EXAMPLES / name), *options]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=JOB_SECONDS)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            output, errors = job.communicate(timeout=5)
+            pytest.fail(f"{name} on {ranks} ranks did not end within {JOB_SECONDS:g} s\n{output}\n{errors}")
+    assert job.returncode == 0, f"{name} on {ranks} ranks ended with {job.returncode}\n{output}\n{errors}"
+    assert "mpdist:" not in errors  # a failed Work, a forgotten message, an unclosed communicator
+    return output, errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_prints_what_its_docstring_says(name: str) -> None:
+    for run in documented(name):
+        output, _ = run_job(name, run.ranks, *run.options)
+        assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_example_runs_on_any_number_of_ranks(name: str, ranks: int) -> None:
+    output, _ = run_job(name, ranks)
+    assert output.strip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 80
+
+
+def accuracy_in(line: str) -> float:
+    match = re.search(r"test accuracy (\d+\.\d) %", line)
+    assert match, line
+    return float(match[1])
+
+
+@cache
+def digits_accuracy(ranks: int, *options: str) -> float:
+    """Final test accuracy in percent."""
+    output, _ = run_job("train_digits.py", ranks, *options)
+    *epochs, summary = output.splitlines()
+    assert [line.partition(":")[0] for line in epochs] == [f"epoch {epoch:2}" for epoch in range(1, 21)]
+    assert f"ranks: {ranks}" in summary
+    assert accuracy_in(summary) == accuracy_in(epochs[-1])
+    return accuracy_in(summary)
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--torch",), marks=has_torch)], ids=["numpy", "torch"])
+def test_digits_are_learned_on_2_ranks(options: tuple[str, ...]) -> None:
+    accuracy = digits_accuracy(2, *options)
+    assert accuracy >= 95
+    (promised,) = [run for run in documented("train_digits.py") if ("--torch" in run.options) == bool(options)]
+    assert abs(accuracy - accuracy_in(promised.output.splitlines()[-1])) <= NOISE
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_digits_accuracy_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
+    # The last batch of an epoch has 3 pictures: the ranks' shares differ, and one of 4 ranks has none.
+    assert abs(digits_accuracy(ranks) - digits_accuracy(1)) <= NOISE
+
+
+def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
+    output, errors = run_job("train_digits.py", 2, "--progress", "--epochs", "2")
+    (summary,) = output.splitlines()
+    assert "after 2 epochs" in summary
+    assert "| 2/2 [" in errors
+
+
+@pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
+def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
+    program = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; "
+        f"runpy.run_path({str(EXAMPLES / 'train_digits.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=JOB_SECONDS)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert missing in line
+    assert "pip install 'mpdist[examples]'" in line
