@@ -29,26 +29,25 @@ _FLOAT32 = BY_NAME["float32"]
 
 @dataclass(frozen=True)
 class Reduction:
-    """One op on one element type, over `size` ranks."""
+    """One op on one element type, over `size` ranks.
+
+    Attributes:
+        mpi_op: MPI's part of it.
+        is_direct: whether MPI does it all.
+    """
 
     op: ReduceOp
     element: Element
     size: int
+    mpi_op: str
+    is_direct: bool
 
     @classmethod
     def of(cls, op: ReduceOp, element: Element, size: int) -> Reduction:
         """Raises UsageError where the op does not fit the type."""
         check_op(op, element)
-        return cls(op, element, size)
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether MPI does it all."""
-        return not (self.element.is_half or self.op.name in ("avg", "premul_sum"))
-
-    @property
-    def mpi_op(self) -> str:
-        return "sum" if self.op.name in ("avg", "premul_sum") else self.op.name
+        scaled = op.name in ("avg", "premul_sum")
+        return cls(op, element, size, "sum" if scaled else op.name, not (element.is_half or scaled))
 
     def enter(self, x: Buffer) -> Buffer:
         """x as MPI is to get it: x itself, or a new buffer."""

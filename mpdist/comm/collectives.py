@@ -8,6 +8,7 @@ of one array; uneven ones are a list of arrays in, a list out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms import native, uneven
@@ -31,7 +32,7 @@ class Collectives(Operations):
     @operation
     def barrier(self) -> Work[None]:
         """Done when all ranks have called it."""
-        return self._channel.post_direct("barrier", _nothing, None, self._channel.transport.ibarrier)
+        return self._channel.post_direct("barrier", (str,), None, self._channel.transport.ibarrier)
 
     @operation
     def broadcast(self, x: object, src: int) -> Work[Any]:
@@ -46,7 +47,7 @@ class Collectives(Operations):
         src = self._rank(src, "src")
         buffer = host_buffer(x, writable=src != self.rank)
         return self._channel.post_direct(
-            "broadcast", lambda: f"{_text(buffer)} from {src}", x, self._channel.transport.ibroadcast, buffer, src
+            "broadcast", (_from_text, buffer, src), x, self._channel.transport.ibroadcast, buffer, src
         )
 
     def all_reduce(self, x: object, op: OpLike = "sum", *, out: object = None) -> Work[Any]:
@@ -71,7 +72,7 @@ class Collectives(Operations):
                     channel = self._channel
                     return channel.post_direct(
                         "all_reduce",
-                        lambda: f"{_text(target)} {_name(op)}",
+                        (_reduction_text, target, op),
                         x,
                         channel.transport.iall_reduce,
                         None,
@@ -99,9 +100,7 @@ class Collectives(Operations):
         how = self._reduction(op, target)
         channel = self._channel
 
-        def details() -> str:
-            return f"{_text(target)} {_name(op)}"
-
+        details = partial(_reduction_text, target, op)
         if isinstance(how, Reduction):
             return channel.post("all_reduce", native.all_reduce, details, source, target, how)
         return channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
@@ -214,7 +213,7 @@ class Collectives(Operations):
         source = host_buffer(x)
         target = self._gathered(source, out)
         return self._channel.post_direct(
-            "all_gather", lambda: _text(source), target.owner, self._channel.transport.iall_gather, source, target
+            "all_gather", (_text, source), target.owner, self._channel.transport.iall_gather, source, target
         )
 
     @operation
@@ -272,7 +271,7 @@ class Collectives(Operations):
         self._block_shape(source)
         target = self._output(source, out, source.shape)
         return self._channel.post_direct(
-            "all_to_all", lambda: _text(source), target.owner, self._channel.transport.iall_to_all, source, target
+            "all_to_all", (_text, source), target.owner, self._channel.transport.iall_to_all, source, target
         )
 
     # ------------------------------------------------------------------ checks
@@ -349,12 +348,16 @@ class Collectives(Operations):
         return host_buffer(arrays[0])
 
 
-def _nothing() -> str:
-    return ""
-
-
 def _text(buffer: Buffer) -> str:
     return f"{buffer.element.name} x {buffer.count}"
+
+
+def _from_text(buffer: Buffer, src: int) -> str:
+    return f"{_text(buffer)} from {src}"
+
+
+def _reduction_text(buffer: Buffer, op: OpLike) -> str:
+    return f"{_text(buffer)} {_name(op)}"
 
 
 def _name(op: OpLike) -> str:

@@ -7,17 +7,29 @@ write into the receiver's buffer.
 
 from __future__ import annotations
 
-import asyncio
 import sys
+from asyncio import _get_running_loop as running_loop
+from asyncio import current_task
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import ClosedError
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
-from mpdist.progress.collective import Collective, Direct, Place, Program, Steps, check_task, one_call
+from mpdist.progress.collective import (
+    Collective,
+    Direct,
+    Place,
+    Program,
+    Steps,
+    Words,
+    check_task,
+    one_call,
+    user_place,
+)
 from mpdist.progress.mailbox import Mailbox
 from mpdist.progress.message import Incoming, Message, ProbedMessage
 from mpdist.progress.pickling import decode
@@ -30,6 +42,7 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Request, Transport
 
 W = TypeVar("W", bound=Collective[Any])
+
 Check = Callable[["Channel", str, Callable[[], str], Steps[Any]], Steps[Any]]
 """Wraps a collective's steps, to compare it between ranks first."""
 
@@ -313,8 +326,8 @@ class Channel:
         """Post a collective, in program order; the arguments are checked."""
         if self.broken:
             self.check_usable(op)
-        loop = asyncio._get_running_loop()
-        task = None if loop is None else asyncio.current_task(loop)
+        loop = running_loop()
+        task = None if loop is None else current_task(loop)
         collectives = self.collectives
         while collectives and collectives[0]._done and collectives[0]._steps is None:
             collectives.popleft()
@@ -342,33 +355,28 @@ class Channel:
         self.engine.ensure_ticking()
         return work
 
-    @property
-    def is_orderly(self) -> bool:
-        """Whether a collective of one call may be posted as it is."""
-        return self._running is None and not self._queue and self.check is None and not self.broken
-
     def post_direct(
         self,
         op: str,
-        details: Callable[[], str],
+        words: Words,
         result: Any,
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = CALLER,
     ) -> Collective[Any]:
         """Post a collective that is one call of MPI, whose result is known; the arguments are checked."""
-        if not self.is_orderly:
-            return self.post(op, one_call, details, call, arguments, result)
-        loop = asyncio._get_running_loop()
-        task = None if loop is None else asyncio.current_task(loop)
+        if self._running is not None or self._queue or self.check is not None or self.broken:
+            describe, *rest = words
+            return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+        loop = running_loop()
+        task = None if loop is None else current_task(loop)
         collectives = self.collectives
         if collectives:
             while collectives and collectives[0]._done and collectives[0]._steps is None:
                 collectives.popleft()
             if collectives:
                 check_task(self, op, task)
-        work = Direct(self, op, result, details)
-        work.task = task
+        work = Direct(self, op, result, words, task)
         frame = sys._getframe(caller)
         work._place = place = (frame.f_code, frame.f_lasti)
         engine = self.engine

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Place = tuple[CodeType, int]
 """A code object and the index of an instruction in it; made into words only when asked."""
 
+Words = tuple[Callable[..., str], *tuple[Any, ...]]
+"""A function and its arguments: the text of an operation's details, made only when asked."""
+
 Steps = Generator["Request", None, T]
 Program = Callable[..., Steps[Any]]
 P = TypeVar("P", bound=Callable[..., Any])
@@ -135,11 +138,15 @@ class Direct(Collective[T]):
 
     _steps = None
 
-    def __init__(self, channel: Channel, op: str, result: T, details: Callable[[], str]) -> None:
+    def __init__(self, channel: Channel, op: str, result: T, words: Words, task: asyncio.Task[Any] | None) -> None:
         self._channel = channel
         self.op = op
         self._result = result
-        self._details = details
+        self._words = words
+        self.task = task
+
+    def details(self) -> str:
+        return self._words[0](*self._words[1:])
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:

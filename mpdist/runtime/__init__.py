@@ -1,5 +1,6 @@
 """Runtime: starts everything, ends it, and decides what a failure means."""
 
-from mpdist.runtime.job import describe_pending, finalize, init, run
+from mpdist.runtime.answers import describe_pending
+from mpdist.runtime.job import finalize, init, run
 
 __all__ = ["describe_pending", "finalize", "init", "run"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.debug.lines import short
 from mpdist.errors import UsageError
 from mpdist.progress import current
+from mpdist.progress.collective import Place, line_of
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.receive import Receive
 from mpdist.progress.send import Send
@@ -162,5 +163,5 @@ def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:
     return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found)
 
 
-def _site(place: tuple[Any, int] | None) -> str:
-    return "unknown line" if place is None else short(f"{place[0].co_filename}:{place[1]}")[-MOST_TEXT:]
+def _site(place: Place | None) -> str:
+    return short(line_of(place))[-MOST_TEXT:]

@@ -21,7 +21,7 @@ from mpdist.progress.channel import Channel
 from mpdist.progress.doorbell import SilentDoorbell, connect, shared_bytes
 from mpdist.progress.engine import Engine
 from mpdist.runtime import exits, finish, fork
-from mpdist.runtime.answers import describe_pending as describe_works
+from mpdist.runtime.answers import describe_pending
 from mpdist.runtime.board import Board, board_bytes
 from mpdist.runtime.completion import record_completion, record_start
 from mpdist.runtime.control import Control
@@ -54,8 +54,9 @@ def init() -> Communicator:
 
 
 def finalize() -> None:
-    """Complete what is pending here, wait until all ranks have called it, and stop MPI. Otherwise the end of the program does.
+    """Complete what is pending here, wait until all ranks have called it, and stop MPI.
 
+    The end of the program does the same.
     Messages that nobody has received are reported on stderr.
     """
     if _job is not None and not _job.is_closed and _job.pid == os.getpid():
@@ -75,11 +76,6 @@ def run(main: Main[T], *args: object) -> T:
     if job.is_guarded:
         return job.run_guarded(main, *args)
     return job.run(main(job.world, *args))
-
-
-def describe_pending() -> list[str]:
-    """What this rank waits for, a line each."""
-    return [] if _job is None or _job.is_closed else describe_works(_job.engine)
 
 
 @dataclass
@@ -280,7 +276,7 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
 def _guard(engine: Engine, world: Communicator, node: Transport, config: Config) -> Job:
     """Let failures on this rank end the job."""
     memory = shared_bytes(node, board_bytes(world.size)) if world.size > 1 else bytearray(board_bytes(1))
-    ender = Ender(world.rank, world.size, Board(memory, world.rank, node.world_ranks()), lambda: describe_works(engine))
+    ender = Ender(world.rank, world.size, Board(memory, world.rank, node.world_ranks()), describe_pending)
     hooks, signals = Hooks(ender), Signals(ender)
     own = world._channel.transport.dup() if world.size > 1 and engine.is_threaded else None
     control = Control(engine, own, config, lambda reason: job.on_stuck(reason))
@@ -297,8 +293,8 @@ def _check_main(main: object) -> None:
     if inspect.iscoroutine(main):
         name = main.__name__
         main.close()
-        raise UsageError(f"run() takes the coroutine function, not the coroutine: write mpdist.run({name}), not {name}()")
-    if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(getattr(main, "__call__", None))):
+        raise UsageError(f"run() takes the function, not the coroutine: write mpdist.run({name}), not {name}()")
+    if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(getattr(type(main), "__call__", None))):
         raise UsageError(f"run() takes a coroutine function, `async def main(world)`, got {main!r}")
     if asyncio._get_running_loop() is not None:
         raise UsageError("run() was called in a running event loop: write `await main(mpdist.init())`")

@@ -86,6 +86,9 @@ _OPS: dict[str, MPI.Op] = {
     "lor": MPI.LOR,
     "lxor": MPI.LXOR,
 }
+IN_PLACE = MPI.IN_PLACE
+fromaddress = MPI.buffer.fromaddress
+
 _BOOL_OPS = {**_OPS, "min": MPI.LAND, "max": MPI.LOR, "band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
 
 
@@ -154,12 +157,9 @@ class Transport:
             element = out.element
             memory = out.exporter
             if memory is None:
-                memory = memory_of(out)
-            return self.comm.Iallreduce(
-                MPI.IN_PLACE,
-                [memory, out.count, _DATATYPES[element.name]],
-                (_BOOL_OPS if element.kind == "bool" else _OPS)[op],
-            )
+                memory = fromaddress(out.address, out.nbytes)
+            ops = _BOOL_OPS if element.kind == "bool" else _OPS
+            return self.comm.Iallreduce(IN_PLACE, [memory, out.count, _DATATYPES[element.name]], ops[op])
 
         def post(source: Any, target: Any) -> Request:
             return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, _op(op, out))
