@@ -55,9 +55,17 @@ def pack(headers: list[Header]) -> Buffer:
     for row, header in zip(block, headers, strict=True):
         text = json.dumps(asdict(header)).encode()
         if len(text) > NBYTES:
-            text = json.dumps(asdict(Header(refusal=header.refusal[: NBYTES // 8]))).encode()
+            text = json.dumps(asdict(Header(refusal=_shortened(header.refusal)))).encode()
         row[: len(text)] = np.frombuffer(text, np.uint8)
     return as_buffer(block)
+
+
+def _shortened(text: str) -> str:
+    """As much of it as a header holds, whatever its characters take in JSON."""
+    empty = len(json.dumps(asdict(Header())))
+    while len(json.dumps(text)) + empty > NBYTES:
+        text = text[: len(text) * 7 // 8 - 4] + " ..."
+    return text
 
 
 def room(number: int) -> Buffer:

@@ -50,7 +50,7 @@ def reduce(transport: Transport, x: Buffer, out: Buffer | None, how: Reduction, 
 def scan(transport: Transport, x: Buffer, out: Buffer, how: Reduction) -> Steps[Any]:
     room = how.room(out)
     yield transport.iscan(how.enter(x), room, how.mpi_op)
-    how.leave(room, out)
+    how.leave(room, out, transport.rank + 1)
     return out.owner
 
 
@@ -61,7 +61,7 @@ def exscan(transport: Transport, x: Buffer, out: Buffer, how: Reduction) -> Step
     yield transport.iexscan(how.enter(x), room, how.mpi_op)
     if transport.rank == 0:
         return None
-    how.leave(room, out)
+    how.leave(room, out, transport.rank)
     return out.owner
 
 

@@ -64,12 +64,13 @@ class Reduction:
         """Where MPI is to write: out itself, or a new buffer."""
         return as_buffer(np.empty(out.count, np.float32)) if self.element.is_half else out
 
-    def leave(self, result: Buffer, out: Buffer) -> None:
-        """MPI's result into out."""
+    def leave(self, result: Buffer, out: Buffer, terms: int | None = None) -> None:
+        """MPI's result, which reduces `terms` arrays (missing: one of each rank), into out."""
+        terms = self.size if terms is None else terms
         if self.element.is_half:
-            finish(self.op, result.array(), self.size, _FLOAT32)
+            finish(self.op, result.array(), terms, _FLOAT32)
             narrow_into(result.array(), out.array(), self.element)
             return
         if result is not out:
             out.array()[:] = result.array()
-        finish(self.op, out.array(), self.size, self.element)
+        finish(self.op, out.array(), terms, self.element)

@@ -1,6 +1,8 @@
 """Uneven: blocks whose sizes only their owners know. Headers first, then the data.
 
 Blocks travel packed one behind the other; results are views of one allocation.
+A rank whose `out` does not fit takes its blocks all the same, into scratch memory,
+and fails afterwards: the others rely on it, and the next collective on the order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms.header import Header, pack, room, unpack
-from mpdist.errors import SizeMismatch, UnsupportedBuffer
+from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, Element, allocate, allocate_like, as_buffer
 from mpdist.progress.collective import Steps
 
@@ -47,12 +49,14 @@ def scatter(transport: Transport, parcel: Parcel | None, out: Buffer | None, src
     mine = room(1)
     yield transport.iscatter(None if parcel is None else pack(parcel.heads), mine, src)
     head = unpack(mine)[0].check()
-    target = _target(out, like, head)
+    target, misfit = _target(out, like, head)
     unit = head.element.itemsize
     if parcel is None:
         yield transport.iscatterv(None, (), unit, target, src)
     else:
         yield transport.iscatterv(parcel.packed, [each.nbytes // unit for each in parcel.heads], unit, target, src)
+    if misfit is not None:
+        raise misfit
     return target.owner
 
 
@@ -86,7 +90,7 @@ def all_to_all(
     heads = room(transport.size)
     yield transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
     landing = Landing(unpack(heads), outs, like)
-    sent = [block.count for block in blocks]
+    sent = [block.nbytes // landing.unit for block in blocks]
     yield transport.iall_to_allv(concatenated(blocks), sent, landing.packed, landing.counts, landing.unit)
     return landing.results()
 
@@ -98,32 +102,53 @@ def concatenated(blocks: Sequence[Buffer]) -> Buffer:
 
 
 class Landing:
-    """Where blocks of these headers arrive, one behind the other, and how they are handed out."""
+    """Where blocks of these headers arrive, one behind the other, and how they are handed out.
+
+    Attributes:
+        unit: bytes of what `counts` count: an element, or one byte where the blocks cannot be handed out.
+        packed: the memory, of sum(counts) units.
+    """
 
     def __init__(self, headers: Sequence[Header], outs: Sequence[Buffer] | None, like: object) -> None:
         self._headers = headers
         self._outs = outs
-        self._like = like
-        self.element = one_element(headers)
-        self.unit = self.element.itemsize
+        self._misfit = misfit(headers, outs)
+        self._flat: object | None = None
+        self.unit = 1 if self._misfit is not None else headers[0].element.itemsize
         self.counts = [head.nbytes // self.unit for head in headers]
-        if outs is not None:
-            for rank, (out, head) in enumerate(zip(outs, headers, strict=True)):
-                check_fit(out, head, f"out[{rank}]")
-        self._flat = allocate_like(like, (sum(self.counts),)) if outs is None else None
-        memory = self._flat if self._flat is not None else np.empty(sum(self.counts), self.element.storage)
+        if outs is None and self._misfit is None:
+            self._flat = allocate_like(like, (sum(self.counts),))
+        memory = self._flat if self._flat is not None else np.empty(sum(self.counts) * self.unit, np.uint8)
         self.packed = as_buffer(memory, writable=True)
 
     def results(self) -> list[Any]:
-        """The blocks: views of the allocation, or the given arrays."""
+        """The blocks: views of the allocation, or the given arrays.
+
+        Raises:
+            UsageError: the blocks do not fit.
+        """
+        if self._misfit is not None:
+            raise self._misfit
         ends = np.cumsum(self.counts).tolist()
         spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
         if self._outs is None:
             flat: Any = self._flat
             return [flat[span].reshape(tuple(head.shape)) for span, head in zip(spans, self._headers, strict=True)]
+        arrived = self.packed.array().view(self._headers[0].element.storage)
         for out, span in zip(self._outs, spans, strict=True):
-            out.array()[:] = self.packed.array()[span]
+            out.array()[:] = arrived[span]
         return [out.owner for out in self._outs]
+
+
+def misfit(headers: Sequence[Header], outs: Sequence[Buffer] | None) -> UsageError | None:
+    """Why blocks of these headers can't be handed out, or None."""
+    try:
+        one_element(headers)
+        for rank, (out, head) in enumerate(zip(outs or (), headers, strict=outs is not None)):
+            check_fit(out, head, f"out[{rank}]")
+    except UsageError as error:
+        return error
+    return None
 
 
 def one_element(headers: Sequence[Header]) -> Element:
@@ -144,10 +169,14 @@ def check_fit(out: Buffer, head: Header, what: str) -> None:
         raise SizeMismatch(f"{what} has {out.count} elements, its block has {need}; give it that many")
 
 
-def _target(out: Buffer | None, like: object, head: Header) -> Buffer:
-    """Where the block goes: `out`, or new memory like the root's array, or of NumPy's."""
-    if out is not None:
-        check_fit(out, head, "out")
-        return out
+def _target(out: Buffer | None, like: object, head: Header) -> tuple[Buffer, UsageError | None]:
+    """Where the block goes: `out`, or new memory like the root's array, or of NumPy's; else scratch, and why."""
     shape = tuple(head.shape)
-    return as_buffer(allocate(head.element, shape) if like is None else allocate_like(like, shape), writable=True)
+    try:
+        if out is not None:
+            check_fit(out, head, "out")
+            return out, None
+        array = allocate(head.element, shape) if like is None else allocate_like(like, shape)
+        return as_buffer(array, writable=True), None
+    except UsageError as error:
+        return as_buffer(np.empty(head.nbytes, np.uint8)), error

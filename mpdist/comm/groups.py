@@ -112,13 +112,17 @@ class Groups(Operations):
 
     def _close(self) -> Work[None]:
         channel = self._channel
-        return channel.post(
+        work = channel.post(
             "close", groups.close, str, lambda: not channel.unfinished(), lambda: self._closed("it was closed")
         )
+        if not work.done():
+            channel.refuse("close() was called")
+        return work
 
     def _closed(self, why: str) -> None:
-        if self._channel.is_closed:
-            return
+        """Close it here; its communicator of the node, which is used through it, too."""
+        if self._node is not None:
+            self._node._closed(why)
         unclaimed = self._channel.unclaimed()
         if unclaimed:
             print(
@@ -138,7 +142,7 @@ class Groups(Operations):
         if self._channel.is_closed:
             return
         if kind is not None or self._channel.broken:
-            self._closed(f"it was left by {kind.__name__ if kind else 'an error'}")
+            self._closed(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
             return
         await self._close()
 
@@ -149,6 +153,7 @@ class Groups(Operations):
         warnings.warn(f"communicator {channel.where()} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     _owner_pid: int
+    _node: Communicator | None
 
 
 def _integer(value: object, what: str) -> int:

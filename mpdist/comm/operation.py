@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -12,6 +13,9 @@ from mpdist.memory import HOST, Buffer, as_buffer
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
+
+# What `_explained` puts in front of an error.
+_NAMES_PLACE = re.compile(r"\w+ on '")
 
 Self = TypeVar("Self", bound="Operations")
 P = ParamSpec("P")
@@ -78,7 +82,7 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         except UsageError as error:
-            if " on '" in str(error):
+            if _NAMES_PLACE.match(str(error)):
                 raise
             raise self._explained(op, error) from error.__cause__
 

@@ -160,10 +160,10 @@ class PointToPoint(Operations):
         kind = ReceiveEither if self.allow_pickle else Receive
         while True:
             try:
-                work = self._channel.receive(kind(self._channel, None, *pattern))
+                message = await self._channel.receive(kind(self._channel, None, *pattern))
             except ClosedError:
                 return
-            yield await work
+            yield message
 
     def _check_pickle(self) -> None:
         if not self.allow_pickle:

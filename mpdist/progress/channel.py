@@ -447,7 +447,7 @@ class Channel:
             raise ClosedError(f"{op} on {self.where()}: this communicator cannot be used any more: {self.broken}")
 
     def close(self, why: str) -> None:
-        """Refuse further use; the transport is freed unless something is pending on it."""
+        """Refuse further use, and end what waits; the transport is freed unless something is pending on it."""
         engine = self.engine
         with engine.lock:
             if self in engine.channels:
@@ -455,9 +455,13 @@ class Channel:
                 engine.closed.append((self.name, self.world_ranks, self.sequence))
             if self in engine.listening:
                 engine.listening.remove(self)
+            for work in [*self.box.waiting(), *self._queue]:
+                work._desert(ClosedError(f"{work.describe()} ended, because the communicator was closed: {why}"))
+            self._queue.clear()
         if not self.unfinished():
             self.transport.free()
         self.refuse(why)
+        engine.flush()
 
     def refuse(self, why: str) -> None:
         """Refuse further use, for this reason."""

@@ -108,6 +108,8 @@ class Collective(Work[T]):
         self._end()
         if self._done:
             return True
+        if isinstance(error, UsageError) and " on '" not in str(error):  # found on the way, so it names no place yet
+            error = type(error)(f"{self.describe()}: {error}")
         if isinstance(error, MpdistError):
             self._fail(error)
             return True

@@ -15,6 +15,7 @@ Whoever drives holds `lock`; callbacks of finished Works run after its release.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import threading
 import time
@@ -36,6 +37,9 @@ REMEMBERED = 64
 
 # A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
 WINDOW = 32
+
+# The context of a callback that only wakes a task: it needs none, and a turn of the loop would be lost.
+AT_ONCE = contextvars.Context()
 
 
 class Engine:
@@ -161,14 +165,14 @@ class Engine:
             work = self.finished.popleft()
             callbacks, work._callbacks = work._callbacks or [], None
             for fn, context, loop in callbacks:
-                if loop is None:
+                if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
                     fn(work)
                 elif loop.is_closed():
                     continue
                 elif loop is self._loop and thread == self._loop_thread:
                     loop.call_soon(fn, work, context=context)
                 else:
-                    loop.call_soon_threadsafe(fn, work, context=context)
+                    loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
 
     def is_idle(self) -> bool:
         """Whether nothing is pending."""
@@ -191,7 +195,7 @@ class Engine:
             if not waiter.done():
                 waiter.set_result(None)
 
-        work.add_done_callback(wake)
+        work.add_done_callback(wake, context=AT_ONCE)
         try:
             yield from waiter
         finally:
@@ -227,8 +231,11 @@ class Engine:
                 f"operations are awaited in two running event loops, {old!r} and {loop!r}; await in one of them, "
                 "and use work.wait() in other threads"
             )
+        self._forget_loop()
         self._loop = loop
         self._loop_thread = threading.get_ident()
+        if self.doorbell.fileno() >= 0:
+            loop.add_reader(self.doorbell.fileno(), self._rung)
 
     def _tick(self) -> None:
         """One turn of the loop: drive, then come again soon or sleep."""
@@ -236,7 +243,7 @@ class Engine:
         assert loop is not None
         self._timer = None
         if self._asleep:
-            self._wake_up(loop)
+            self._wake_up()
         self.credit = TURN_CREDIT
         now = monotonic()
         if self.drive():
@@ -257,35 +264,38 @@ class Engine:
         self.doorbell.sleep()
         if self.drive():  # what came before peers could see that we sleep
             self._last_move = monotonic()
-            self._wake_up(loop)
+            self._wake_up()
             loop.call_soon(self._tick)
             return
-        if self.doorbell.fileno() >= 0:
-            loop.add_reader(self.doorbell.fileno(), self._rung)
         self._timer = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
+        if not self._asleep:
+            self.doorbell.wake()  # a ring that came while this rank was waking up by itself
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._last_move = monotonic()
         self._tick()
 
-    def _wake_up(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _wake_up(self) -> None:
         self._asleep = False
         self.doorbell.wake()
-        if self.doorbell.fileno() >= 0:
-            loop.remove_reader(self.doorbell.fileno())
 
     def detach_loop(self) -> None:
         """Forget the loop: it is about to end, or has ended."""
-        loop = self._loop
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._asleep and loop is not None and not loop.is_closed():
-            self._wake_up(loop)
+        if self._asleep:
+            self._wake_up()
         self._asleep = self._ticking = False
-        self._loop = None
+        self._forget_loop()
+
+    def _forget_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed() and self.doorbell.fileno() >= 0:
+            loop.remove_reader(self.doorbell.fileno())
 
     # ------------------------------------------------------------------ waiting without a loop
 

@@ -295,6 +295,10 @@ class Receive(Work[Message]):
         self._given_up = True
         self._fail(error)
 
+    def _desert(self, error: BaseException) -> None:
+        self._channel.box.withdraw(self)
+        super()._desert(error)
+
     def _seen_error(self) -> BaseException:
         self._looked_at = True
         return super()._seen_error()

@@ -192,6 +192,11 @@ class Work(Generic[T]):
         """It took too long; what MPI still needs stays in the Engine's table."""
         self._fail(error)
 
+    def _desert(self, error: BaseException) -> None:
+        """Its communicator was closed before it began; whoever awaits it is told, and nobody else."""
+        self._fail(error)
+        self._unseen = None
+
     def _finish(self, result: T) -> None:
         self._result = result
         self._done = True

@@ -181,7 +181,7 @@ class Control(threading.Thread):
             self._inquire_expired(late.expired)
         if late.long:
             self._inquire_long(late.long)
-        if self.finished and not (self._is_finished or self._stuck_told):
+        if self.finished and not self._stuck_told:
             self._look_whether_stuck()
         self._conclude()
         self._fail_expired()

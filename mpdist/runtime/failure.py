@@ -50,7 +50,9 @@ class Ender:
         Args:
             pending: gives what this rank waits for, to be told along.
         """
-        self._who = f"rank {rank} of {size} (host {socket.gethostname()}, pid {os.getpid()})"
+        self._rank = rank
+        self._size = size
+        self._host = socket.gethostname()
         self._board = board
         self._pending = pending
         self._announced = threading.Lock()
@@ -99,6 +101,13 @@ class Ender:
         time.sleep(FLUSH_SECONDS)
         leave(code)
 
+    def announce_lost(self) -> None:
+        """If a rank of this node has died without a word, say that: the launcher stops this one for its sake."""
+        lost = self._board.lost()
+        if lost and self._announced.acquire(blocking=False) and self._board.claim():
+            how = "has died: a crash, a signal, or os._exit; the job is stopped"
+            write_error("\n".join(f"mpdist: {self._name(rank, pid)}: {how}" for rank, pid in lost))
+
     def end_after(self, seconds: float, reason: str, code: int) -> threading.Timer:
         """End the job unless the timer is cancelled before."""
         timer = threading.Timer(seconds, self.end, (reason, code))
@@ -109,7 +118,10 @@ class Ender:
     def _say(self, reason: str) -> None:
         short = " ".join(reason.split())[:REASON_SHOWN]
         lines = [f"    pending: {text}" for text in self._pending_texts()]
-        write_error("\n".join([*lines, f"mpdist: {self._who}: {short}; the job is stopped"]))
+        write_error("\n".join([*lines, f"mpdist: {self._name(self._rank, os.getpid())}: {short}; the job is stopped"]))
+
+    def _name(self, rank: int, pid: int) -> str:
+        return f"rank {rank} of {self._size} (host {self._host}, pid {pid})"
 
     def _pending_texts(self) -> list[str]:
         try:

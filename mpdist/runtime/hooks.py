@@ -61,7 +61,9 @@ class Hooks:
 
     def _on_thread_error(self, args: threading.ExceptHookArgs, /) -> None:
         error = args.exc_value
-        if self._ender.is_disarmed or error is None or isinstance(error, SystemExit):
+        if isinstance(error, SystemExit):  # ends the thread; Python's own hook knows only the class itself
+            return
+        if self._ender.is_disarmed or error is None:
             self._before_in_threads(args)
             return
         name = "" if args.thread is None else f" {args.thread.name!r}"

@@ -263,7 +263,7 @@ def _common_config(transport: Transport) -> Config:
 
 def _make_engine(transport: Transport, node: Transport, config: Config, is_threaded: bool) -> Engine:
     doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
-    engine = Engine(policy(node.size, len(os.sched_getaffinity(0))), doorbell)
+    engine = Engine(policy(node.size, _usable_cores(node)), doorbell)
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
     engine.is_threaded = is_threaded
     engine.allow_pickle = config.allow_pickle
@@ -271,6 +271,12 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     if config.debug:
         install_debug(engine)
     return engine
+
+
+def _usable_cores(node: Transport) -> int:
+    """Cores that the ranks of this node may use together; a launcher may bind each rank to one of its own."""
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return len(set().union(*node.all_gather_now(mine)))
 
 
 def _guard(engine: Engine, world: Communicator, node: Transport, config: Config) -> Job:

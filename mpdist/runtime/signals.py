@@ -93,6 +93,7 @@ class Signals:
             return
         self.reason = "SIGTERM" if os.getppid() == self._parent else "its launcher is gone"
         # Open MPI's launcher sends SIGKILL 0.2 s later: say it now.
+        self._ender.announce_lost()
         self._ender.announce(self.reason)
         raise Terminated(TERMINATED)
 

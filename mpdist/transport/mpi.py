@@ -181,7 +181,8 @@ class Transport:
     def ireduce_scatter(self, x: Buffer, out: Buffer, op: str) -> Request:
         """Reduce x (size * out.count elements); rank r keeps block r."""
         if out.count <= SLICE_COUNT:
-            return self.comm.Ireduce_scatter_block(_typed(x), _typed(out), _op(op, x))
+            one = [memory_of(x), out.count, _DATATYPES[x.element.name]]  # mpi4py wants the size of one
+            return self.comm.Ireduce_scatter_block(one, _typed(out), _op(op, x))
         whole = x.array()
         blocks = [whole[r * out.count : (r + 1) * out.count] for r in range(self.size)]
         return Requests(

@@ -149,9 +149,11 @@ def _outcome(report: pytest.TestReport) -> str:
 
 def _text(report: pytest.TestReport) -> str:
     """The traceback, or the reason of a skip."""
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail)
     if report.skipped and isinstance(report.longrepr, tuple):
-        return getattr(report, "wasxfail", "") or report.longrepr[2].removeprefix("Skipped: ")
-    return getattr(report, "wasxfail", "") or str(report.longrepr or "").rstrip()
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return str(report.longrepr or "").rstrip()
 
 
 def _describe_tasks() -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 import mpdist
 from mpdist.config import Config
-from mpdist.runtime.answers import describe_pending
+from mpdist.runtime import describe_pending
 from mpdist.runtime.control import Control
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -46,6 +46,7 @@ async def start(comm: mpdist.Communicator, world: mpdist.Communicator, stuck: St
     """Starts this rank's control thread with these settings, instead of the job's own."""
     engine = comm._channel.engine
     before = engine.on_limit
+    world.timeout = 0  # it ends the tests, also those of late ranks
     transport = comm._channel.transport.dup()
     controls = []
 
@@ -61,6 +62,15 @@ async def start(comm: mpdist.Communicator, world: mpdist.Communicator, stuck: St
     await world.barrier()
     transport.free()
     engine.on_limit = before
+    world.timeout = None
+
+
+@pytest.fixture
+async def lost(comm: mpdist.Communicator) -> AsyncIterator[mpdist.Communicator]:
+    """A communicator on which ranks get out of step; nobody waits for its end."""
+    lost = await comm.dup()
+    yield lost
+    lost._closed("the test is over")
 
 
 def line_of(text: str) -> int:
@@ -77,21 +87,21 @@ def load_batch(seconds: float) -> None:
 
 
 async def test_a_collective_past_its_limit_names_who_came_and_where_the_late_rank_is(
-    comm: mpdist.Communicator, start: Start
+    lost: mpdist.Communicator, start: Start
 ) -> None:
     start()
-    await comm.barrier()
-    if comm.rank == 1:
+    await lost.barrier()
+    if lost.rank == 1:
         load_batch(2)
-        await comm.all_reduce(np.ones(4))
+        await lost.all_reduce(np.ones(4))
         return
     begin = time.monotonic()
     with pytest.raises(mpdist.WorkTimeout) as caught:
-        await comm.all_reduce(np.ones(4)).within(0.5)
+        await lost.all_reduce(np.ones(4)).within(0.5)
     assert 0.5 <= time.monotonic() - begin < 0.9
     assert caught.value.waiting_for == (1,)
     text = str(caught.value)
-    assert re.search(rf"all_reduce float64 x 4 sum #2 on '.*' \(rank {comm.rank} of {comm.size}\)", text)
+    assert re.search(rf"all_reduce float64 x 4 sum #2 on '.*' \(rank {lost.rank} of {lost.size}\)", text)
     assert "is not done after 0.5 s, waiting for rank 1\n" in text
     assert re.search(r"arrived: rank(s)? 0", text)
     assert re.search(
@@ -100,24 +110,24 @@ async def test_a_collective_past_its_limit_names_who_came_and_where_the_late_ran
         text,
     )
     with pytest.raises(mpdist.ClosedError, match="was given up"):
-        comm.barrier()
+        lost.barrier()
 
 
 @pytest.mark.parametrize("whose", ["job", "communicator"])
 async def test_timeouts_of_the_job_and_the_communicator_end_collectives_only(
-    comm: mpdist.Communicator, start: Start, whose: str
+    lost: mpdist.Communicator, start: Start, whose: str
 ) -> None:
     start(timeout=0.4 if whose == "job" else 100.0)
-    comm.timeout = 0.4 if whose == "communicator" else None
-    if comm.rank == 1:
+    lost.timeout = 0.4 if whose == "communicator" else None
+    if lost.rank == 1:
         await asyncio.sleep(1.2)
-        await comm.barrier()
-        await comm.send(np.zeros(1), 0)
+        await lost.barrier()
+        await lost.send(np.zeros(1), 0)
         return
-    receive = comm.recv(src=1) if comm.rank == 0 else None
+    receive = lost.recv(src=1) if lost.rank == 0 else None
     begin = time.monotonic()
     with pytest.raises(mpdist.WorkTimeout, match=r"in test_timeouts.*asyncio.sleep"):
-        await comm.barrier()
+        await lost.barrier()
     assert 0.4 <= time.monotonic() - begin < 0.9
     if receive is not None:
         assert (await receive).src == 1
@@ -158,15 +168,16 @@ async def test_a_sendrecv_past_its_limit_withdraws_its_receive(comm: mpdist.Comm
     assert (await comm.recv(src=before, tag=before + 1)).count == 2
 
 
-async def test_different_collectives_are_named(comm: mpdist.Communicator, start: Start) -> None:
+async def test_different_collectives_are_named(lost: mpdist.Communicator, start: Start) -> None:
     start()
-    work = comm.barrier() if comm.rank == 0 else comm.all_reduce(np.ones(4))
+    src = 1 if lost.rank == 0 else 0  # so all of them wait for data
     with pytest.raises(mpdist.WorkTimeout) as caught:
-        await work.within(0.3)
+        await lost.broadcast(np.ones(4), src).within(0.4)
+    assert caught.value.waiting_for == ()
     text = str(caught.value)
-    assert "call 1 on" in text
-    assert re.search(r"rank 0: .*barrier +\(.*test_control.py:\d+\)", text)
-    assert re.search(r"ranks? 1.*: .*all_reduce float64 x 4 sum +\(.*test_control.py:\d+\)", text)
+    assert re.search(r"call 1 on '.*' differs between ranks:", text)
+    assert re.search(r"rank 0: +broadcast float64 x 4 from 1 +\(.*test_control.py:\d+\)", text)
+    assert re.search(r"ranks? 1.*: +broadcast float64 x 4 from 0 +\(.*test_control.py:\d+\)", text)
 
 
 # ---------------------------------------------------------------------- reports

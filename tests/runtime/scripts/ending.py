@@ -1,0 +1,189 @@
+"""Program for the job tests: a job that ends in the way that is asked for, none of them by a failure of a rank.
+
+    ending.py HOW
+"""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+
+if sys.argv[1] == "mpi4py_first":
+    from mpi4py import MPI
+
+import numpy as np
+
+import mpdist
+
+LATE_SECONDS = 2.0
+LARGE = 4 * 1024**2
+
+
+async def add(world):
+    x = np.full(4, world.rank + 1.0)
+    await world.all_reduce(x)
+    assert x[0] == world.size * (world.size + 1) / 2
+    return x[0]
+
+
+def normal():
+    """The program ends without finalize()."""
+    assert mpdist.run(add) > 0
+
+
+def loop():
+    """An event loop of one's own."""
+    asyncio.run(add(mpdist.init()))
+
+
+def finalize():
+    """finalize() can be called twice, and the program may go on for itself."""
+    world = mpdist.init()
+    world.barrier().wait()
+    mpdist.finalize()
+    mpdist.finalize()
+    assert mpdist.runtime.describe_pending() == []
+    for call in (lambda: mpdist.init(), lambda: mpdist.run(add)):
+        try:
+            call()
+        except mpdist.UsageError as error:
+            assert "was finalized" in str(error), error
+        else:
+            raise AssertionError("no error")
+    try:
+        world.barrier()
+    except mpdist.ClosedError as error:
+        assert "was finalized" in str(error), error
+    sys.exit(0)
+
+
+def twice():
+    """run() may be called several times, also beside init()."""
+    world = mpdist.init()
+    assert mpdist.init() is world
+    first = mpdist.run(add)
+    world.barrier().wait()
+    assert mpdist.run(add) == first
+
+
+def failed_run():
+    """A program may catch what leaves run()."""
+
+    async def main(world):
+        await world.barrier()
+        raise KeyError("mine")
+
+    try:
+        mpdist.run(main)
+    except KeyError:
+        mpdist.run(add)
+    try:
+        sys.exit(3)
+    except SystemExit:
+        gc.collect()
+
+
+def late():
+    """One rank takes longer than the others."""
+    world = mpdist.init()
+    world.barrier().wait()
+    if world.rank == world.size - 1:
+        time.sleep(LATE_SECONDS)
+        print("the last rank is done", flush=True)
+
+
+def needed():
+    """A rank that has finished still delivers what it has posted."""
+
+    async def main(world):
+        if world.rank == 0:
+            world.all_reduce(np.ones(LARGE))
+            for dst in range(1, world.size):
+                world.send(np.arange(LARGE), dst)
+            return
+        await asyncio.sleep(1.5)
+        message = await world.recv(src=0)
+        assert message.data[-1] == LARGE - 1
+        x = np.ones(LARGE)
+        await world.all_reduce(x)
+        assert x[-1] == world.size
+
+    mpdist.run(main)
+
+
+def mpi4py_first():
+    """mpi4py finalizes what it has started itself."""
+    mpdist.run(add)
+    assert MPI.COMM_WORLD.allreduce(1) == MPI.COMM_WORLD.size
+
+
+def mpi4py_later():
+    """mpi4py beside mpdist."""
+    mpdist.run(add)
+    from mpi4py import MPI
+
+    assert MPI.COMM_WORLD.allreduce(1) == MPI.COMM_WORLD.size
+
+
+def node():
+    """The node's communicator is there from the start: no rank waits for another."""
+    world = mpdist.init()
+    assert world.node.size == world.size
+    if world.rank:
+        assert world.node.rank == world.local_rank
+    world.node.barrier().wait()
+
+
+def unclaimed():
+    """Messages that nobody has received are told of."""
+    world = mpdist.init()
+    if world.rank == 0:
+        world.send(np.ones(3), world.size - 1, tag=8).wait()
+    world.barrier().wait()
+
+
+def received_later():
+    """A receive that nobody waits for is dropped."""
+    world = mpdist.init()
+    world.recv(src=0, tag=1)
+    world.barrier().wait()
+
+
+def thread_exits():
+    """sys.exit in a thread ends the thread, as always."""
+    mpdist.init()
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+
+
+def progress_thread():
+    """Operations advance while Python computes."""
+    world = mpdist.init()
+    x = np.ones(LARGE)
+    work = world.all_reduce(x)
+    end = time.monotonic() + 20
+    while not work.done() and time.monotonic() < end:
+        sum(range(1000))
+    assert work.done() and x[-1] == world.size
+
+
+def lost_send():
+    """A message that nobody will receive, at the end of every program."""
+    world = mpdist.init()
+    if world.rank == 1:
+        world.send(np.ones(LARGE), 0, tag=3)
+
+
+def crossed():
+    """The end of a program that has sent with another tag than its peer waits for."""
+    world = mpdist.init()
+    if world.rank == 1:
+        world.send(np.ones(LARGE), 0, tag=3)
+    if world.rank == 0:
+        world.recv(src=1, tag=4).wait()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,124 @@
+"""Program for the job tests: rank 1 fails in the way that is asked for, the others wait in the way that is asked for.
+
+    failing.py HOW WHERE STYLE
+
+STYLE is how the program is made: `run` (mpdist.run), `loop` (asyncio.run and init), `plain` (init, no loop).
+"""
+
+import asyncio
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import mpdist
+
+FAILING = 1
+PAUSE_SECONDS = 0.3
+BACKGROUND = set()
+
+
+def fail(how):
+    """What a plain function can do."""
+    if how == "exception":
+        raise ValueError("boom")
+    if how == "memory":
+        raise MemoryError
+    if how == "exit":
+        exit(4)
+    if how.startswith("sysexit"):
+        sys.exit(int(how.removeprefix("sysexit")))
+    if how == "exittext":
+        sys.exit("no more data")
+    if how == "raise":
+        raise SystemExit(5)
+    if how == "thread":
+        threading.Thread(target=fail, args=("exception",), name="loader").start()
+        time.sleep(60)
+    if how == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    if how == "sigsegv":
+        ctypes.string_at(0)
+    if how == "_exit0":
+        os._exit(0)
+
+
+def post(world, where):
+    """The operation in which the other ranks wait; None for idling."""
+    if where == "recv":
+        return world.recv(src=FAILING, tag=7)
+    if where == "barrier":
+        return world.barrier()
+    if where == "all_reduce":
+        return world.all_reduce(np.ones(4))
+    return None
+
+
+def say_ready(world):
+    print(f"rank {world.rank} of {world.size} is ready", flush=True)
+
+
+def plain_main(world, how, where):
+    world.barrier().wait()
+    say_ready(world)
+    time.sleep(PAUSE_SECONDS)
+    try:
+        if world.rank == FAILING:
+            fail(how)
+            return
+        work = post(world, where)
+        if work is None:
+            time.sleep(60)
+        else:
+            work.wait()
+    finally:
+        print(f"rank {world.rank} cleaned up", flush=True)
+
+
+async def async_main(world, how, where):
+    await world.barrier()
+    say_ready(world)
+    await asyncio.sleep(PAUSE_SECONDS)
+    try:
+        if world.rank == FAILING:
+            if how == "task":
+                asyncio.create_task(async_fail()).add_done_callback(lambda _: None)
+                await asyncio.sleep(60)
+            fail(how)
+            return
+        work = post(world, where)
+        if work is None:
+            await asyncio.sleep(60)
+        else:
+            await work
+    finally:
+        print(f"rank {world.rank} cleaned up", flush=True)
+
+
+async def async_fail():
+    raise ValueError("boom")
+
+
+def start(how, where, style):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if how == "import":
+        world = mpdist.init()
+        if world.rank == FAILING:
+            import no_such_module
+        plain_main(world, how, where)
+    elif style == "run":
+        mpdist.run(async_main, how, where)
+    elif style == "loop":
+        asyncio.run(async_main(mpdist.init(), how, where))
+    else:
+        plain_main(mpdist.init(), how, where)
+
+
+if __name__ == "__main__":
+    start(*sys.argv[1:4])

@@ -1,0 +1,157 @@
+"""Diagnosis: records in, words and decisions out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mpdist.runtime.diagnosis import (
+    Answer,
+    ChannelState,
+    Kind,
+    Operation,
+    Posted,
+    explain,
+    is_spokesman,
+    mismatch,
+    missing,
+    report,
+    stuck,
+    stuck_text,
+    timeout_text,
+)
+
+KEY = "world@1"
+COLLECTIVE = Operation(
+    kind=Kind.COLLECTIVE,
+    text="all_reduce float32 x 4 sum #3 on 'world'",
+    key=KEY,
+    name="world",
+    members=(0, 1, 2, 3),
+    own=0,
+    sequence=3,
+    peers=(1, 2, 3),
+    site="train.py:12",
+    seconds=60.0,
+)
+RECEIVE = replace(
+    COLLECTIVE, kind=Kind.RECEIVE, text="recv from 1, tag 5 on 'world'", sequence=0, peers=(1,), site="a.py:7"
+)
+ANY = replace(RECEIVE, text="recv from any rank, any tag on 'world'", peers=(1, 2, 3))
+SEND = replace(RECEIVE, kind=Kind.SEND, text="send to 1, tag 5 on 'world'")
+CALL = Posted(3, "all_reduce", "float32 x 4 sum", "train.py:12", 61.0)
+BEFORE = Posted(2, "all_reduce", None, "train.py:30", None)
+
+
+def answered(
+    posted: int | None, *calls: Posted, sends: int = 0, receives: int = 0, is_finished: bool = False
+) -> Answer:
+    place = "train.py:36 in load_batch: time.sleep(60)"
+    return Answer(is_finished, place, (), {KEY: ChannelState(posted, calls, sends, receives)})
+
+
+def done(posted: int, **counts: int) -> Answer:
+    return answered(posted, is_finished=True, **counts)  # type: ignore[arg-type]
+
+
+def test_an_answer_survives_its_letter() -> None:
+    answer = replace(answered(3, BEFORE, CALL, sends=2), waits=("recv from 0",))
+    assert Answer.of_json(json.loads(json.dumps(answer.as_json()))) == answer
+
+
+def test_the_late_and_the_mute_are_missing() -> None:
+    answers = {0: answered(3, CALL), 1: answered(2, BEFORE), 2: answered(5)}
+    assert missing(COLLECTIVE, answers) == [1, 3]
+    assert missing(RECEIVE, answers) == [1]
+
+
+def test_a_collective_is_explained() -> None:
+    answers = {0: answered(3, CALL), 1: answered(2, BEFORE), 2: answered(3, CALL)}
+    assert explain(COLLECTIVE, answers).splitlines() == [
+        "    arrived: ranks 0, 2",
+        "    not arrived: rank 1: last collective all_reduce #2 (train.py:30), "
+        "now at train.py:36 in load_batch: time.sleep(60)",
+        "    no answer (dead, stopped, or cut off): rank 3",
+    ]
+
+
+def test_ranks_are_numbered_as_in_the_communicator() -> None:
+    part = replace(COLLECTIVE, members=(4, 2, 9), own=1, peers=(4, 9))
+    answers = {2: answered(3, CALL), 4: answered(0), 9: answered(3, CALL)}
+    assert explain(part, answers).splitlines() == [
+        "    arrived: ranks 1-2",
+        "    not arrived: rank 0: no collective yet, now at train.py:36 in load_batch: time.sleep(60)",
+    ]
+
+
+def test_a_report_and_a_timeout_say_what_waits_and_for_whom() -> None:
+    answers = {0: answered(3, CALL), 1: answered(2, BEFORE), 2: answered(3, CALL), 3: answered(3, CALL)}
+    lines = report("node7", 0, [COLLECTIVE], answers, more=2).splitlines()
+    assert lines[0] == "mpdist: rank 0 (node7) waits for 3 operation(s) that take long:"
+    assert lines[1] == "  all_reduce float32 x 4 sum #3 on 'world' (rank 0 of 4) (train.py:12), for 60 s"
+    assert lines[-1] == "  and 2 more"
+    first = timeout_text(COLLECTIVE, 0.5, answers).splitlines()[0]
+    assert first == (
+        "all_reduce float32 x 4 sum #3 on 'world' (rank 0 of 4) (train.py:12) is not done after 0.5 s, "
+        "waiting for rank 1"
+    )
+    assert "does not allow threads" in timeout_text(COLLECTIVE, 0.5, None)
+
+
+def test_different_calls_in_one_place_are_named() -> None:
+    other = Posted(3, "broadcast", "float32 x 4 from 0", "train.py:14", 3.0)
+    answers = {0: answered(3, CALL), 1: answered(3, other), 2: answered(4, replace(CALL, details=None, seconds=None))}
+    lines = mismatch(COLLECTIVE, answers).splitlines()
+    assert lines[0] == "call 3 on 'world' differs between ranks:"
+    assert lines[2].split() == "rank 1: broadcast float32 x 4 from 0 (train.py:14)".split()
+    assert not mismatch(COLLECTIVE, {0: answered(3, CALL), 2: answers[2]})
+    assert "it is being carried out" not in explain(COLLECTIVE, answers | {3: answered(3, CALL)})
+
+
+def test_the_lowest_rank_that_waits_for_long_is_the_spokesman() -> None:
+    waiting = answered(3, CALL)
+    assert not is_spokesman(COLLECTIVE, 2, {0: waiting, 1: answered(2)}, 60)
+    assert is_spokesman(COLLECTIVE, 0, {2: waiting}, 60)
+    assert is_spokesman(COLLECTIVE, 2, {0: answered(3, replace(CALL, seconds=10.0))}, 60)
+    assert is_spokesman(RECEIVE, 2, {0: waiting}, 60)
+
+
+@pytest.mark.parametrize(
+    ("operation", "finished", "ranks"),
+    [
+        (COLLECTIVE, {}, None),
+        (COLLECTIVE, {1: done(3), 2: done(4)}, None),  # both have posted it
+        (COLLECTIVE, {1: done(3), 2: done(2)}, [2]),
+        (COLLECTIVE, {1: Answer(is_finished=True)}, None),  # not asked for this communicator
+        (COLLECTIVE, {1: answered(None, is_finished=True)}, None),  # it was closed there; how far it came is not known
+        (RECEIVE, {2: done(0)}, None),
+        (RECEIVE, {1: done(0)}, [1]),
+        (RECEIVE, {1: done(0, sends=1)}, None),  # a message is on its way
+        (replace(RECEIVE, is_moving=True), {1: done(0)}, None),
+        (ANY, {1: done(0), 2: done(0)}, None),
+        (ANY, {1: done(0), 2: done(0), 3: done(0)}, [1, 2, 3]),
+        (ANY, {1: done(0), 2: done(0, sends=2), 3: done(0)}, None),
+        (SEND, {1: done(0)}, [1]),
+        (SEND, {1: done(0, receives=1)}, None),
+    ],
+)
+def test_what_only_finished_ranks_could_give(
+    operation: Operation, finished: dict[int, Answer], ranks: list[int] | None
+) -> None:
+    assert stuck([operation], [], finished) == (None if ranks is None else (operation, ranks))
+
+
+def test_of_waits_that_may_end_each_other_all_must_be_in_vain() -> None:
+    alive = replace(RECEIVE, peers=(2,))
+    assert stuck([], [RECEIVE, alive], {1: done(0)}) is None
+    assert stuck([], [RECEIVE, RECEIVE], {1: done(0)}) == (RECEIVE, [1])
+    assert stuck([], [], {1: done(0)}) is None
+
+
+def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
+    assert stuck_text(0, COLLECTIVE, [1]) == (
+        "rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished"
+    )
+    assert stuck_text(0, ANY, [1, 2, 3]).endswith("(a.py:7) for ranks 1-3, which have finished")
