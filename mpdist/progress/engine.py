@@ -38,6 +38,9 @@ REMEMBERED = 64
 # A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
 WINDOW = 32
 
+# Where processors are scarce, a yield may last as long as the others' slices: an await ends its looks after this time.
+YIELDING_SECONDS = 0.002
+
 # The context of a callback that only wakes a task: it needs none, and a turn of the loop would be lost.
 AT_ONCE = contextvars.Context()
 
@@ -153,8 +156,9 @@ class Engine:
         return work._done
 
     def _poll_and_yield(self, work: Work[Any]) -> None:
+        end = monotonic() + YIELDING_SECONDS
         for _ in range(self.backoff.inline_polls):
-            if work._done or work._poll():
+            if work._done or work._poll() or monotonic() > end:
                 return
             os.sched_yield()
 
