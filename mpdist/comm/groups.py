@@ -69,6 +69,7 @@ class Groups(Operations):
     @operation
     def subgroup(self, ranks: Sequence[int]) -> Joined:
         """A communicator of these ranks, in this order; only they call it."""
+        self._channel.check_usable("subgroup")
         members = tuple(self._rank(rank, f"ranks[{place}]") for place, rank in enumerate(ranks))
         if len(set(members)) != len(members):
             raise InvalidRank(f"ranks is {list(members)}: a rank must not appear twice")

@@ -11,11 +11,11 @@ from mpdist.comm.operation import Operations, host_buffer, operation
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, overlap
+from mpdist.progress import wire
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
-from mpdist.progress.receive import EAGER_BYTES, Probe, Receive, ReceiveEither, ReceiveObject, SmallReceive
+from mpdist.progress.receive import ArrayReceive, Probe, Receive, ReceiveEither, ReceiveObject
 from mpdist.progress.sendrecv import SendReceive
-from mpdist.progress.wire import CODE_BITS
 
 if TYPE_CHECKING:
     from mpdist.progress.message import Message, ProbedMessage
@@ -49,11 +49,11 @@ class PointToPoint(Operations):
             and 0 <= dst < self.size
             and 0 <= tag <= channel.max_tag
             and dst != self.rank
-            and (nbytes := x.nbytes) <= EAGER_BYTES
+            and (nbytes := x.nbytes) <= wire.PIECE_BYTES
             and x.flags.c_contiguous
         ):  # the latency path: what the general one does, without a Buffer
-            return channel.small_sent(
-                channel.isend([x, nbytes, channel.byte], dst, tag << CODE_BITS | element.code), dst, tag, x
+            return channel.posted(
+                channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | element.code), dst, tag, x
             )
         try:
             return channel.send(host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
@@ -84,11 +84,11 @@ class PointToPoint(Operations):
             and (element := BY_DTYPE.get(x.dtype)) is not None
             and (src is ANY_SOURCE or (type(src) is int and 0 <= src < self.size))
             and (tag is ANY_TAG or (type(tag) is int and 0 <= tag <= channel.max_tag))
-            and (nbytes := x.nbytes) <= EAGER_BYTES
+            and (nbytes := x.nbytes) <= wire.PIECE_BYTES
             and x.flags.carray
         ):  # the latency path, as in send
             return channel.receive(
-                SmallReceive(
+                ArrayReceive(
                     channel, x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
                 )
             )

@@ -9,14 +9,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-import mpdist
-
-_OURS = os.path.dirname(os.path.abspath(mpdist.__file__)) + os.sep
-_LIBRARIES = (
-    _OURS,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<frozen",
-)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_LIBRARY = (_OURS, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")), "<frozen")
 
 
 def short(site: str) -> str:
@@ -40,25 +35,25 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_users(frame: FrameType) -> bool:
-    """Whether it is neither of mpdist, nor of Python's library, nor of an installed package."""
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+def _distance(frame: FrameType) -> int:
+    """How far from the user's own program: 1 an installed package, 2 mpdist and Python's library."""
+    path = frame.f_code.co_filename
+    if path.startswith(_OURS):
+        return 2
+    if path.startswith(_INSTALLED):
+        return 1
+    return 2 if path.startswith(_LIBRARY) else 0
 
 
 def describe(frames: Iterable[FrameType]) -> str:
-    """`train.py:36 in load_batch: time.sleep(60)`; the innermost of the user's frames, or else of all.
+    """`train.py:36 in load_batch: time.sleep(60)`: the innermost of the frames nearest to the user's own program.
 
     Args:
         frames: innermost first.
     """
-    first = None
-    for frame in frames:
-        first = first or frame
-        if is_users(frame):
-            first = frame
-            break
-    if first is None:
+    nearest = min(frames, key=_distance, default=None)
+    if nearest is None:
         return "nowhere"
-    code, line = first.f_code, first.f_lineno
+    code, line = nearest.f_code, nearest.f_lineno
     source = linecache.getline(code.co_filename, line).strip()
     return f"{short(code.co_filename)}:{line} in {code.co_name}{source and ': ' + source}"

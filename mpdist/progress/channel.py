@@ -121,9 +121,9 @@ class Channel:
         if memory is None:
             memory = self.transport.memory_of(buffer)
         request = self.isend([memory, nbytes, self.byte], dst, tag << wire.CODE_BITS | buffer.element.code)
-        return self.small_sent(request, dst, tag, buffer)
+        return self.posted(request, dst, tag, buffer)
 
-    def small_sent(self, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
+    def posted(self, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
         """The Work of a posted message."""
         engine = self.engine
         peer = self.world_ranks[dst]

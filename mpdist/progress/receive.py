@@ -17,6 +17,7 @@ import numpy as np
 from mpdist.errors import CommunicationError, MessageTruncated, UnsupportedBuffer
 from mpdist.memory import Buffer, Element, allocate, as_buffer
 from mpdist.progress import wire
+from mpdist.progress.backoff import message_credit
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
@@ -220,6 +221,8 @@ class Receive(Work[Message]):
 
     def _broke(self, error: Exception) -> None:
         self._steps = self._request = None
+        if self._done:  # it was given up before
+            return
         failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._fail(failure)
@@ -313,8 +316,8 @@ class Receive(Work[Message]):
         return f"from {src}, {tag}"
 
 
-class SmallReceive(Receive):
-    """A receive of a small NumPy array: the latency path.
+class ArrayReceive(Receive):
+    """A receive into a NumPy array: the latency path.
 
     While it waits alone, its await probes, compares and receives without anything in between. Whatever is
     unusual (another message, other receives, a turn that is due) goes the general way.
@@ -324,7 +327,7 @@ class SmallReceive(Receive):
         self, channel: Channel, x: np.ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int
     ) -> None:
         self._channel = channel
-        self._memory = [x, nbytes, channel.byte]
+        self._memory: list[Any] = [x, nbytes, channel.byte]
         self._element = element
         self.src = src
         self.tag = tag
@@ -356,10 +359,13 @@ class SmallReceive(Receive):
                         mpi_tag = status.tag
                         source = status.source
                         if mpi_tag & mask == want and (source == src or src < 0) and status.count == nbytes:
-                            handle.Recv(self._memory)
                             box.sole = None
                             box.receives = self.order = 0
                             tag = mpi_tag >> wire.CODE_BITS
+                            if nbytes > EAGER_BYTES:
+                                self._land(handle, source, tag)
+                                break
+                            handle.Recv(self._memory)
                             self._result = Message(x, source, tag, nbytes // element.itemsize, nbytes, element)
                             self._done = True
                             engine.credit -= 1
@@ -367,6 +373,8 @@ class SmallReceive(Receive):
                         channel.arrived(handle)
                         if box.sole is not self:
                             break
+                except channel.transport.failure as error:
+                    self._broke(error)
                 finally:
                     engine.lock.release()
                 if engine.finished or self._callbacks is not None:
@@ -376,6 +384,23 @@ class SmallReceive(Receive):
         if self._error is not None:
             raise self._seen_error()
         return self._result
+
+    def _land(self, handle: Any, source: int, tag: int) -> None:
+        """Let MPI write a message that may still be with its sender."""
+        engine = self._channel.engine
+        _, nbytes, _ = self._memory
+        self._incoming = Incoming(None, source, tag, self._element.code, nbytes)
+        self._request = handle.Irecv(self._memory)
+        self._steps = self._landed(self._incoming)
+        engine.credit -= message_credit(nbytes)
+        for _ in engine.quick_polls:
+            if self._advance():
+                return
+        engine.active.append(self)
+
+    def _landed(self, incoming: Incoming) -> Generator[Request, None, Message]:
+        return self._message(incoming, self._buffer)
+        yield  # a program without further steps
 
     def _announce(self) -> None:
         engine = self._channel.engine

@@ -117,15 +117,13 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
         wanted: communicators by key, and the collectives there that the question is about.
     """
     works = snapshot(engine)
-    seen = waiting.waits(engine)
-    waiters = [*seen.surely, *seen.together]
     channels = {work._channel for work in works} | set(engine.channels)
     by_key = {key_of(each.name, each.world_ranks): each for each in channels}
     posted = posted_collectives(engine)
     return Answer(
         is_finished=is_finished,
         place=waiting.place(engine)[:MOST_TEXT],
-        waits=tuple(operation_of(each.work).where[:MOST_TEXT] for each in waiters[:1]),
+        waits=tuple(operation_of(work).where[:MOST_TEXT] for work in waiting.awaited(engine)[:1]),
         channels={
             key: _state(posted.get(key), by_key.get(key), asker, works, sequences) for key, sequences in wanted.items()
         },

@@ -54,7 +54,7 @@ MOST_TABLE = 200
 Pair = tuple["Work[Any]", Operation]
 
 
-@dataclass
+@dataclass(eq=False)
 class Inquiry:
     """A question to other ranks, until all have answered or time is over."""
 
@@ -150,6 +150,7 @@ class Control(threading.Thread):
                 self._turn()
                 self._sleep()
         except Exception:
+            self._engine.on_limit = None
             print(
                 f"mpdist: rank {self._rank}: the diagnosis has failed, waits are not limited any more:", file=sys.stderr
             )
@@ -275,17 +276,18 @@ class Control(threading.Thread):
         peers = {peer for operation in operations for peer in operation.peers}
 
         def report(inquiry: Inquiry) -> None:
-            self._report(inquiry, [work for work in works if not work.done()], len(works) - len(first))
+            pending = [operation for work, operation in zip(first, operations, strict=True) if not work.done()]
+            self._report(inquiry, pending, len(works) - len(first))
 
         self._inquire(operations, peers, ANSWER_SECONDS, report)
 
-    def _report(self, inquiry: Inquiry, pending: Sequence[Work[Any]], more: int) -> None:
+    def _report(self, inquiry: Inquiry, pending: Sequence[Operation], more: int) -> None:
         told = [
             operation
-            for operation in inquiry.operations
+            for operation in pending
             if diagnosis.is_spokesman(operation, self._rank, inquiry.answers, self._config.report_after)
         ]
-        if told and pending:
+        if told:
             text = diagnosis.report(socket.gethostname(), self._rank, told, inquiry.answers, more)
             print(text, file=sys.stderr, flush=True)
 

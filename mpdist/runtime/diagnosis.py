@@ -255,7 +255,9 @@ def timeout_text(operation: Operation, limit: float, answers: Answers | None) ->
     if answers is None:
         return f"{text}; who is late is not known, because this MPI does not allow threads"
     late = missing(operation, answers)
-    return f"{text}{(late and ', waiting for ' + operation.ranks_text(late)) or ''}\n{explain(operation, answers)}"
+    if late:
+        text = f"{text}, waiting for {operation.ranks_text(late)}"
+    return f"{text}\n{explain(operation, answers)}".rstrip()
 
 
 # ---------------------------------------------------------------------- waiting for what cannot come

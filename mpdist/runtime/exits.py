@@ -68,13 +68,16 @@ def status() -> object:
     """What the running exit was called with, for atexit handlers; None for a normal end, or if unknown."""
     if _left is not None:
         return _left
-    latest = None if _latest is None else _latest()
     # It may still be alive where its traceback refers to itself, as after `asyncio.run`.
-    if latest is not None and _reached_the_top(latest.__traceback__):
+    latest = None if _latest is None else _latest()
+    if latest is not None and _was_left_behind(latest.__traceback__):
         return latest.code
     return None
 
 
-def _reached_the_top(trace: TracebackType | None) -> bool:
-    """Whether an exception went through all frames: a traceback begins where it was caught."""
-    return trace is not None and trace.tb_frame.f_back is None
+def _was_left_behind(trace: TracebackType | None) -> bool:
+    """Whether the last function that could have caught an exception did not.
+
+    A traceback begins with that function; if it went on, it has left the instruction since.
+    """
+    return trace is not None and trace.tb_frame.f_lasti == trace.tb_lasti

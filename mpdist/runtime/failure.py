@@ -93,13 +93,19 @@ class Ender:
         is_reporter = self.announce(reason, tell) or self._board.claim()
         self._board.leave()
         if not is_reporter:
-            time.sleep(DEATH_SECONDS)  # the rank that has reported ends this one, too
-            self._say(reason)
-            record_failure()
+            self._wait_for_death(reason, patient=patient)
         elif patient:
             self._board.wait_for_all(NEIGHBOURS_SECONDS)
         time.sleep(FLUSH_SECONDS)
         leave(code)
+
+    def _wait_for_death(self, reason: str, *, patient: bool) -> None:
+        """Another rank has reported, and ends this one, too."""
+        if has_warden():  # which would not say anything about this rank
+            time.sleep(NEIGHBOURS_SECONDS + 2 * FLUSH_SECONDS if patient else 2 * FLUSH_SECONDS)
+            return
+        time.sleep(DEATH_SECONDS)
+        self._say(reason)
 
     def announce_lost(self) -> None:
         """If a rank of this node has died without a word, say that: the launcher stops this one for its sake."""

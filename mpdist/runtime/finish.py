@@ -62,7 +62,8 @@ def _report_unclaimed(channel: Channel) -> None:
     if unclaimed:
         more = ", ..." if len(unclaimed) > SHOWN else ""
         print(
-            f"mpdist: {channel.where()} ends with {len(unclaimed)} messages that nobody received: "
+            f"mpdist: {channel.where()} ends with {len(unclaimed)} message{'s' * (len(unclaimed) > 1)} that nobody "
+            f"received: "
             f"{', '.join(unclaimed[:SHOWN])}{more}",
             file=sys.stderr,
         )

@@ -9,6 +9,7 @@ before. The first rank leaves its process id in MPDIST_OWNER for that.
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 from mpdist.errors import UsageError
 from mpdist.progress.engine import Engine
+from mpdist.runtime.failure import exit_code, flush_streams
 from mpdist.transport.facts import launched_as
 
 OWNER_VARIABLE = "MPDIST_OWNER"
@@ -63,16 +65,21 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def leave_without_finalize(status: Callable[[], object]) -> NoReturn:
-    """End a forked child in which mpi4py would call MPI_Finalize at the very end: that breaks the parent's job."""
-    import atexit
+def prevent_finalize(status: Callable[[], object]) -> None:
+    """Let this forked child end before mpi4py calls MPI_Finalize at the very end: that breaks the parent's job.
 
-    from mpdist.runtime.failure import exit_code, flush_streams
+    Args:
+        status: gives the argument of `sys.exit`, if that was called.
+    """
 
-    atexit._run_exitfuncs()
-    code = exit_code(status())
-    flush_streams()
-    os._exit(code or int(hasattr(sys, "last_value")))
+    def leave() -> NoReturn:
+        atexit.unregister(leave)
+        atexit._run_exitfuncs()
+        flush_streams()
+        has_failed = hasattr(sys, "last_value")  # set when the traceback of an uncaught exception is printed
+        os._exit(exit_code(status()) or int(has_failed))
+
+    atexit.register(leave)
 
 
 def mark_owner() -> None:

@@ -201,6 +201,11 @@ class Job:
         )
         fork.disarm_engine(self.engine, refusal)
         self.disarm()
+        from mpdist.transport import mpi
+
+        if mpi.finalizes_by_itself():
+            exits.install()
+            fork.prevent_finalize(exits.status)
 
 
 # ---------------------------------------------------------------------- the start

@@ -70,13 +70,13 @@ class Signals:
 
     def remove(self) -> None:
         """Put back what was there before."""
-        with contextlib.suppress(ValueError):  # not the main thread: then they do nothing any more
-            if signal.getsignal(signal.SIGTERM) == self._on_term:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number, (_, write) in self._watched.items():
-            faulthandler.unregister(number)
+            faulthandler.unregister(number)  # first: it puts Python's own handler back
             os.close(write)  # ends the thread
         self._watched.clear()
+        with contextlib.suppress(ValueError):  # not the main thread: then ours does nothing any more
+            if signal.getsignal(signal.SIGTERM) == self._on_term:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _watch(self, number: int) -> None:
         read, write = os.pipe()

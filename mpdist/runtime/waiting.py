@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,20 @@ def place(engine: Engine) -> str:
     return describe(outward(current))
 
 
+def awaited(engine: Engine) -> list[Work[Any]]:
+    """For which operations this process waits: of the main thread or task, else of all tasks."""
+    frames = sys._current_frames()
+    waiter = _waiting_thread(frames.get(_main_thread()))
+    if waiter is not None:
+        return [waiter.work]
+    loop = _running_loop(engine)
+    if loop is None or asyncio.current_task(loop) is not None:
+        return []
+    tasks = _Tasks(engine, loop)
+    main_task = _main_task(frames.get(engine._loop_thread))
+    return [tasks.works[main_task]] if main_task in tasks.works else list(tasks.works.values())
+
+
 def waits(engine: Engine) -> Waits:
     """For which operations this process waits, and what could end that."""
     found = Waits()
@@ -86,7 +101,7 @@ def waits(engine: Engine) -> Waits:
         return found
     tasks = _Tasks(engine, loop)
     main_task = _main_task(frames.get(engine._loop_thread))
-    if main_task is not None and tasks.has_deadline(main_task):
+    if not tasks.works or (main_task is not None and tasks.has_deadline(main_task)):
         return found
     for task, work in tasks.works.items():
         if not tasks.has_deadline(task) and (task is main_task or isinstance(work, Collective)):
@@ -152,7 +167,10 @@ class _Tasks:
             work = by_future.get(_future_of(task))
             if work is not None:
                 self.works[task] = work
-        self._limited = _limited_tasks(self.all)
+
+    @cached_property
+    def _limited(self) -> set[asyncio.Task[Any]]:
+        return _limited_tasks(self.all)
 
     def has_deadline(self, task: asyncio.Task[Any]) -> bool:
         """Whether an asyncio timeout will end its wait."""

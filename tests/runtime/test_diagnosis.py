@@ -105,7 +105,7 @@ def test_different_calls_in_one_place_are_named() -> None:
     answers = {0: answered(3, CALL), 1: answered(3, other), 2: answered(4, replace(CALL, details=None, seconds=None))}
     lines = mismatch(COLLECTIVE, answers).splitlines()
     assert lines[0] == "call 3 on 'world' differs between ranks:"
-    assert lines[2].split() == "rank 1: broadcast float32 x 4 from 0 (train.py:14)".split()
+    assert lines[2].split() == ["rank", "1:", "broadcast", "float32", "x", "4", "from", "0", "(train.py:14)"]
     assert not mismatch(COLLECTIVE, {0: answered(3, CALL), 2: answers[2]})
     assert "it is being carried out" not in explain(COLLECTIVE, answers | {3: answered(3, CALL)})
 

@@ -2,11 +2,13 @@
 
     failing.py HOW WHERE STYLE
 
-STYLE is how the program is made: `run` (mpdist.run), `loop` (asyncio.run and init), `plain` (init, no loop).
+STYLE is how the program is made: `run` (mpdist.run), `uvloop` (the same under uvloop), `loop` (asyncio.run and init),
+`plain` (init, no loop).
 """
 
 import asyncio
 import ctypes
+import hashlib
 import os
 import resource
 import signal
@@ -20,7 +22,7 @@ import mpdist
 
 FAILING = 1
 PAUSE_SECONDS = 0.3
-BACKGROUND = set()
+LONG_SECONDS = 60
 
 
 def fail(how):
@@ -39,14 +41,16 @@ def fail(how):
         raise SystemExit(5)
     if how == "thread":
         threading.Thread(target=fail, args=("exception",), name="loader").start()
-        time.sleep(60)
+        time.sleep(LONG_SECONDS)
     if how == "sigterm":
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(LONG_SECONDS)
     if how == "sigsegv":
         ctypes.string_at(0)
     if how == "_exit0":
         os._exit(0)
+    if how == "wait":
+        time.sleep(LONG_SECONDS)
 
 
 def post(world, where):
@@ -57,6 +61,8 @@ def post(world, where):
         return world.barrier()
     if where == "all_reduce":
         return world.all_reduce(np.ones(4))
+    if where == "compute":  # a long call of C code, without the GIL
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 27)
     return None
 
 
@@ -74,7 +80,7 @@ def plain_main(world, how, where):
             return
         work = post(world, where)
         if work is None:
-            time.sleep(60)
+            time.sleep(LONG_SECONDS)
         else:
             work.wait()
     finally:
@@ -87,22 +93,44 @@ async def async_main(world, how, where):
     await asyncio.sleep(PAUSE_SECONDS)
     try:
         if world.rank == FAILING:
-            if how == "task":
-                asyncio.create_task(async_fail()).add_done_callback(lambda _: None)
-                await asyncio.sleep(60)
-            fail(how)
+            await async_fail(world, how)
             return
         work = post(world, where)
         if work is None:
-            await asyncio.sleep(60)
+            await asyncio.sleep(LONG_SECONDS)
         else:
             await work
     finally:
         print(f"rank {world.rank} cleaned up", flush=True)
 
 
-async def async_fail():
-    raise ValueError("boom")
+async def async_fail(world, how):
+    """What only a coroutine can do, and the rest."""
+    if how == "task":
+        asyncio.create_task(async_fail(world, "exception"))  # noqa: RUF006  # nobody looks at it
+        await asyncio.sleep(LONG_SECONDS)
+    if how == "callback":
+        asyncio.get_running_loop().call_soon(fail, "exception")
+        await asyncio.sleep(LONG_SECONDS)
+    if how == "group":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(async_fail(world, "exception"))
+            group.create_task(asyncio.sleep(LONG_SECONDS))
+    if how == "finally":
+        task = asyncio.create_task(wait_in_finally(world))
+        await asyncio.sleep(0)
+        how = "exception" if task else ""
+    if how == "wait":
+        await asyncio.sleep(LONG_SECONDS)
+    fail(how)
+
+
+async def wait_in_finally(world):
+    """A `finally` block that waits for ranks which wait for this one."""
+    try:
+        await asyncio.sleep(LONG_SECONDS)
+    finally:
+        await world.recv(src=0, tag=99)
 
 
 def start(how, where, style):
@@ -112,6 +140,11 @@ def start(how, where, style):
         if world.rank == FAILING:
             import no_such_module
         plain_main(world, how, where)
+    elif style == "uvloop":
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+        mpdist.run(async_main, how, where)
     elif style == "run":
         mpdist.run(async_main, how, where)
     elif style == "loop":

@@ -1,0 +1,240 @@
+"""Loops and threads: no loop, one after the other, two at once; posting and waiting from several threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import mpdist
+from mpdist import Communicator
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def peer(comm: Communicator) -> int:
+    return 1 - comm.rank
+
+
+def in_threads(*functions: Callable[[], None]) -> None:
+    """Run each in a thread of its own, and raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---------------------------------------------------------------------- without a loop
+
+
+def test_wait_gives_result_and_error(comm: Communicator) -> None:
+    comm.send(np.arange(3), peer(comm)).wait()
+    with pytest.raises(mpdist.MessageTruncated):
+        comm.recv(np.zeros(2, int)).wait()
+    work = comm.recv()
+    assert work.wait() is work.wait() is work.result()
+
+
+def test_wait_with_a_timeout_withdraws_a_receive(comm: Communicator) -> None:
+    for timeout in (0, 0.01, 0.2):
+        work = comm.recv(src=peer(comm), tag=4)
+        with pytest.raises(mpdist.WorkTimeout, match=rf"recv from {peer(comm)}, tag 4 on .* {timeout:g} s") as caught:
+            work.wait(timeout)
+        assert caught.value.work is work
+        assert isinstance(caught.value, TimeoutError)
+        assert work.cancelled()
+    comm.barrier().wait()
+    comm.send(np.ones(1), peer(comm), 4).wait()
+    assert comm.recv(tag=4).wait(20).data[0] == 1
+
+
+def test_wait_with_a_timeout_leaves_a_collective_pending(comm: Communicator) -> None:
+    if comm.rank == 0:
+        work = comm.all_reduce(np.ones(1))
+        with pytest.raises(mpdist.WorkTimeout, match="all_reduce"):
+            work.wait(0.01)
+        assert not work.done()
+        comm.send(np.ones(1), 1).wait()
+        assert work.wait()[0] == 2
+        return
+    comm.recv().wait()
+    comm.all_reduce(np.ones(1)).wait()
+
+
+def test_callbacks_without_a_loop_run_where_the_end_is_noticed(comm: Communicator) -> None:
+    calls: list[object] = []
+    work = comm.recv()
+    work.add_done_callback(calls.append)
+    comm.send(np.ones(1), peer(comm)).wait()
+    work.wait()
+    assert calls == [work]
+    work.add_done_callback(calls.append)
+    assert calls == [work, work]
+
+
+# ---------------------------------------------------------------------- several loops
+
+
+def test_loops_follow_each_other_and_alternate_with_wait(comm: Communicator) -> None:
+    async def exchange(number: int) -> None:
+        sent = comm.send(np.full(number * 1000, number), peer(comm))
+        await asyncio.sleep(0)
+        assert ((await comm.recv()).data == number).all()
+        await sent
+        await comm.barrier()
+
+    for number in range(1, 6):
+        asyncio.run(exchange(number))
+        comm.send(np.full(3, number), peer(comm)).wait()
+        assert comm.recv().wait().data[0] == number
+        comm.all_reduce(np.ones(1)).wait()
+
+
+def test_what_was_posted_in_one_loop_can_be_awaited_in_the_next(comm: Communicator) -> None:
+    """Also by an await that has to be parked, and where the first loop left things pending behind."""
+
+    async def post() -> tuple[mpdist.Work[mpdist.Message], ...]:
+        works = comm.recv(tag=1), comm.recv(tag=2)
+        await asyncio.sleep(0.02)  # long enough to fall asleep
+        return works
+
+    async def get(work: mpdist.Work[mpdist.Message]) -> int:
+        async with asyncio.timeout(20):
+            return int((await work).data[0])
+
+    first, second = asyncio.run(post())
+    comm.barrier().wait()
+
+    async def later(value: int, tag: int) -> None:
+        await asyncio.sleep(0.05)
+        await comm.send(np.array([value]), peer(comm), tag)
+
+    async def both(work: mpdist.Work[mpdist.Message], tag: int) -> int:
+        return (await asyncio.gather(get(work), later(tag * 10, tag)))[0]
+
+    assert asyncio.run(both(first, 1)) == 10
+    assert asyncio.run(both(second, 2)) == 20
+
+
+def test_what_was_posted_in_a_loop_can_be_waited_for_after_it(comm: Communicator) -> None:
+    async def post() -> list[mpdist.Work[mpdist.Message]]:
+        return [comm.recv(tag=1), comm.sendrecv(np.full(50_000, 3), peer(comm), None, peer(comm), 2)]
+
+    received, exchanged = asyncio.run(post())
+    comm.send(np.ones(1), peer(comm), 1).wait()
+    assert received.wait(20).data[0] == 1
+    assert (exchanged.wait(20).data == 3).all()
+
+
+def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator) -> None:
+    def second_loop() -> None:
+        async def misuse() -> None:
+            with pytest.raises(mpdist.UsageError, match="two running event loops"):
+                await comm.recv(tag=1)
+
+        asyncio.run(misuse())
+
+    async def main() -> None:
+        await comm.barrier()
+        await asyncio.to_thread(second_loop)
+        await comm.send(np.array([5]), peer(comm), 1)
+        async with asyncio.timeout(10):
+            assert (await comm.recv(tag=1)).data[0] == 5
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@pytest.mark.limit(120)
+def test_threads_send_and_wait_at_once(comm: Communicator) -> None:
+    """Each thread has a tag: order holds within it, and every message arrives once."""
+    number = 300
+
+    def talk(tag: int) -> Callable[[], None]:
+        def run() -> None:
+            random = np.random.default_rng([comm.rank, tag])
+            sends = []
+            for turn in range(number):
+                size = 30_000 if random.random() < 0.05 else 1
+                sends.append(comm.send(np.full(size, turn), peer(comm), tag))
+                if random.random() < 0.2:
+                    sends.pop(0).wait()
+            for send in sends:
+                send.wait()
+
+        return run
+
+    def listen(tag: int) -> Callable[[], None]:
+        def run() -> None:
+            for turn in range(number):
+                data = comm.recv(src=peer(comm), tag=tag).wait(60).data
+                assert (data == turn).all()
+
+        return run
+
+    in_threads(*map(talk, range(4)), *map(listen, range(4)))
+
+
+@pytest.mark.limit(120)
+def test_threads_post_beside_a_running_loop(comm: Communicator) -> None:
+    """The loop awaits messages that threads send, and threads wait for what the loop sends."""
+    number = 200
+
+    def thread(tag: int) -> None:
+        for turn in range(number):
+            comm.send(np.full(1 if turn % 10 else 20_000, turn), peer(comm), tag).wait(60)
+            assert comm.recv(src=peer(comm), tag=100 + tag).wait(60).data[0] == turn
+
+    async def task(tag: int) -> None:
+        for turn in range(number):
+            message = await comm.recv(src=peer(comm), tag=tag)
+            assert (message.data == turn).all()
+            await comm.send(np.array([turn]), peer(comm), 100 + tag)
+
+    async def main() -> None:
+        await asyncio.gather(*(task(tag) for tag in range(3)), *(asyncio.to_thread(thread, tag) for tag in range(3)))
+
+    asyncio.run(main())
+
+
+def test_threads_with_a_communicator_each_do_collectives(comm: Communicator) -> None:
+    parts = [comm.dup().wait() for _ in range(3)]
+
+    def use(number: int) -> Callable[[], None]:
+        def run() -> None:
+            for turn in range(60):
+                x = np.full(3, number * 100 + turn)
+                assert (parts[number].all_reduce(x).wait(60) == 2 * (number * 100 + turn)).all()
+                assert parts[number].all_gather_object(turn).wait(60) == [turn] * 2
+
+        return run
+
+    in_threads(*map(use, range(3)))
+    for part in parts:
+        part.close().wait()
+
+
+async def test_a_thread_may_post_for_the_loop_to_await(comm: Communicator) -> None:
+    """The loop may be asleep meanwhile."""
+    for _ in range(3):
+        work = await asyncio.to_thread(comm.recv)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(lambda: comm.send(np.ones(2), peer(comm)).wait(20))
+        assert (await asyncio.wait_for(work, 20)).count == 2
+        await comm.barrier()

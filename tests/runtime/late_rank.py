@@ -1,0 +1,98 @@
+"""A rank of a job of test_control_jobs.py; its argument says how the ranks get out of step."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+import mpdist
+
+World = mpdist.Communicator
+
+
+async def leaves_before_a_collective(world: World) -> None:
+    """Rank 1 ends while rank 0 waits in a collective of all."""
+    if world.rank == 0:
+        await world.all_reduce(np.ones(4, np.float32))
+
+
+async def leaves_before_a_send(world: World) -> None:
+    """Rank 1 ends while rank 0 waits for a message, beside a task that has nothing to do with it."""
+    if world.rank == 0:
+        beat = asyncio.create_task(asyncio.sleep(600))
+        await world.recv(src=1, tag=3)
+        await beat
+
+
+async def leaves_before_a_receive(world: World) -> None:
+    """Rank 1 ends while rank 0 sends it what nobody takes."""
+    if world.rank == 0:
+        await world.send(np.ones(2**22), 1)
+
+
+async def leaves_a_collective_behind(world: World) -> None:
+    """Both end, rank 1 with a collective that rank 0 has never called."""
+    if world.rank == 1:
+        world.barrier().forget()
+
+
+async def leaves_a_pair_at_work(world: World) -> None:
+    """The last rank ends early, having sent all it owed; the others go on for longer than its end may take."""
+    last = world.size - 1
+    async with world.subgroup(range(last)) if world.rank < last else world.subgroup([last]) as part:
+        if world.rank == last:
+            world.send(np.ones(2**22), 0, tag=9).forget()
+            return
+        for number in range(4):
+            await asyncio.sleep(0.5)
+            assert (await part.all_reduce(np.ones(1))).tolist() == [last], number
+    if world.rank == 0:
+        await asyncio.sleep(1.5)
+        assert (await world.recv(src=last, tag=9)).count == 2**22
+
+
+async def loads_for_long(world: World) -> None:
+    """Rank 1 comes too late."""
+    await world.barrier()
+    if world.rank == 1:
+        load_batch()
+    await world.all_reduce(np.ones(4, np.float32))
+
+
+def load_batch() -> None:
+    time.sleep(20)
+
+
+async def holds_the_gil(world: World) -> None:
+    """Rank 1 is in a call that lets no other thread run."""
+    await world.barrier()
+    if world.rank == 1:
+        ctypes.PyDLL(None).sleep(4)
+    await world.barrier()
+    print("all is well", flush=True)
+
+
+async def calls_another(world: World) -> None:
+    """The ranks call different collectives."""
+    x = np.ones(4, np.float32)
+    await (world.all_reduce(x) if world.rank == 0 else world.broadcast(x, 0))
+
+
+def waits_without_a_loop() -> None:
+    """Rank 1 ends while rank 0's main thread waits."""
+    world = mpdist.init()
+    if world.rank == 0:
+        world.barrier().wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "waits_without_a_loop":
+        waits_without_a_loop()
+    else:
+        main: Callable[[World], Awaitable[None]] = globals()[sys.argv[1]]
+        mpdist.run(main)
