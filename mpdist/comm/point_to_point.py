@@ -52,6 +52,8 @@ class PointToPoint(Operations):
             and (nbytes := x.nbytes) <= wire.PIECE_BYTES
             and x.flags.c_contiguous
         ):  # the latency path: what the general one does, without a Buffer
+            if channel.flags[channel.world_ranks[dst]]:
+                channel.ring(dst)
             return channel.posted(
                 channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | element.code), dst, tag, x
             )

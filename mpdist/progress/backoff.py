@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # An await drives the Engine itself before it gives its turn away. Both limits keep other tasks alive: bench/core.py.
 TURN_CREDIT = 64
 """Operations that may complete inside awaits before the event loop gets a real turn."""
-TURN_BYTES = 16 * 1024
+TURN_BYTES = 64 * 1024
 """Each further so many bytes cost one more credit: MPI copies about 3-10 GB/s, a turn is to end within 0.5 ms."""
 
 

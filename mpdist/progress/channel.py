@@ -100,7 +100,7 @@ class Channel:
         self.isend = transport.isend
         self.byte = transport.byte
         self.any_message = (transport.any_source, transport.any_tag, transport.status)
-        self._flags = engine.doorbell.flags
+        self.flags = engine.doorbell.flags
         engine.channels.append(self)
 
     def where(self) -> str:
@@ -120,15 +120,16 @@ class Channel:
         memory = buffer.exporter
         if memory is None:
             memory = self.transport.memory_of(buffer)
+        if self.flags[self.world_ranks[dst]]:
+            self.ring(dst)
         request = self.isend([memory, nbytes, self.byte], dst, tag << wire.CODE_BITS | buffer.element.code)
         return self.posted(request, dst, tag, buffer)
 
     def posted(self, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
         """The Work of a posted message."""
         engine = self.engine
-        peer = self.world_ranks[dst]
-        if self._flags[peer]:
-            engine.doorbell.ring(peer)
+        if engine.doorbell.has_rung:
+            engine.doorbell.give_way()
         if request.Test():
             engine.credit -= 1
             return self._sent if engine.credit > 0 else SentAndTurn(self)
@@ -158,7 +159,7 @@ class Channel:
         if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
             head = wire.pack_frames(frames, inline=True)
             request = self.isend([head, len(head), self.byte], dst, wire.wire_tag(tag, wire.OBJECT))
-            self._ring(dst)
+            self.ring(dst)
             return self._activate(Send(self, [request], dst, tag, head))
         head = wire.pack_frames(frames, inline=False)
         buffers = [as_buffer(frame) for frame in frames[1:]]
@@ -177,7 +178,7 @@ class Channel:
                     piece = octets[start : start + size]
                     requests.append(self.isend([piece, size, self.byte], dst, piece_tag))
                     start += size
-        self._ring(dst)
+        self.ring(dst)
         return self._activate(Send(self, requests, dst, tag, (head, bodies, owner)))
 
     def _activate(self, work: Work[None]) -> Work[None]:
@@ -185,10 +186,10 @@ class Channel:
         self.engine.ensure_ticking()
         return work
 
-    def _ring(self, rank: int) -> None:
+    def ring(self, rank: int) -> None:
         """Wake the member if it sleeps: something happened that it may wait for."""
         peer = self.world_ranks[rank]
-        if self._flags[peer]:
+        if self.flags[peer]:
             self.engine.doorbell.ring(peer)
 
     # ------------------------------------------------------------------ receiving
@@ -391,10 +392,12 @@ class Channel:
             engine.active.append(work)
         finally:
             lock.release()
-        flags = self._flags
+        flags = self.flags
         for peer in self.peers:
             if flags[peer]:
                 engine.doorbell.ring(peer)
+        if engine.doorbell.has_rung:
+            engine.doorbell.give_way()
         if not engine._ticking:
             engine.ensure_ticking()
         return work
@@ -425,6 +428,8 @@ class Channel:
     def ring_all(self) -> None:
         """Wake the members that sleep: a collective has moved on."""
         self.engine.doorbell.ring_sleepers(self.peers)
+        if self.engine.doorbell.has_rung:
+            self.engine.doorbell.give_way()
 
     # ------------------------------------------------------------------ state
 

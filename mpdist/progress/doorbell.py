@@ -35,9 +35,11 @@ class Doorbell:
 
     Attributes:
         flags: one byte for each rank of the world: AWAKE, ASLEEP, or REMOTE for ranks of other nodes.
+        has_rung: somebody was rung since the last `give_way`.
     """
 
     flags: mmap.mmap | bytearray
+    has_rung = False
 
     def fileno(self) -> int:
         """What a sleeper's loop listens on; -1 for none."""
@@ -48,12 +50,24 @@ class Doorbell:
         raise NotImplementedError
 
     def wake(self) -> None:
-        """This rank is awake; forget the rings so far."""
+        """Tell the peers that this rank is awake."""
         raise NotImplementedError
 
+    def quiet(self) -> None:
+        """Forget the rings so far."""
+
     def ring(self, rank: int) -> None:
-        """Wake the rank of the world, whose flag is not AWAKE."""
+        """Wake the rank of the world, whose flag is not AWAKE; best before what it is woken for is posted."""
         raise NotImplementedError
+
+    def give_way(self) -> None:
+        """Let a rank that was rung run, when what it was woken for is posted.
+
+        The kernel may place it behind this one on the same processor, where it would wait for this one's time
+        slice to end: seen as wake-ups of 1.2 ms instead of 0.1.
+        """
+        self.has_rung = False
+        os.sched_yield()
 
     def close(self) -> None:
         """Give the sockets and the shared byte back."""
@@ -75,6 +89,7 @@ class Doorbell:
             return bool(ready)
         finally:
             self.wake()
+            self.quiet()
 
 
 class SilentDoorbell(Doorbell):
@@ -118,6 +133,8 @@ class DatagramDoorbell(Doorbell):
 
     def wake(self) -> None:
         self.flags[self._rank] = AWAKE
+
+    def quiet(self) -> None:
         for each in self._sockets:
             _drain(each)
 
@@ -130,6 +147,7 @@ class DatagramDoorbell(Doorbell):
         else:
             self.flags[rank] = AWAKE  # one ring is enough, whoever else sends meanwhile
         _send(self._sockets, self._addresses[rank])
+        self.has_rung = True
 
     def close(self) -> None:
         if self._poller is not None:

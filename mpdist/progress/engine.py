@@ -38,6 +38,9 @@ REMEMBERED = 64
 # A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
 WINDOW = 32
 
+# Both MPIs may notice a message only at the second look after a sleep.
+RUNG_LOOKS = 4
+
 # Where processors are scarce, a yield may last as long as the others' slices: an await ends its looks after this time.
 YIELDING_SECONDS = 0.002
 
@@ -274,11 +277,16 @@ class Engine:
         self._timer = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
+        """A peer has rung. The ring itself is forgotten a turn later: the task that it is for comes first."""
         if not self._asleep:
-            self.doorbell.wake()  # a ring that came while this rank was waking up by itself
+            self.doorbell.quiet()
             return
         if self._timer is not None:
             self._timer.cancel()
+        self._wake_up()
+        for _ in range(RUNG_LOOKS):
+            if self.drive():
+                break
         self._last_move = monotonic()
         self._tick()
 

@@ -231,7 +231,7 @@ class Receive(Work[Message]):
         self._steps = self._request = None
         incoming = self._incoming
         assert incoming is not None
-        self._channel._ring(incoming.src)  # its send is complete now
+        self._channel.ring(incoming.src)  # its send is complete now
         if self._given_up:
             self._give_back(message)
         else:

@@ -154,10 +154,9 @@ def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:
         for back, (op, place) in enumerate(reversed(list(channel.recent)))
     }
     for work in list(channel.collectives):
-        if not work.done():
-            waited = 0.0 if work.since is None else monotonic() - work.since
-            details = work.details()[:MOST_TEXT]
-            found[work.sequence] = Posted(work.sequence, work.op, details, short(work.site)[-MOST_TEXT:], waited)
+        waited = None if work.done() else monotonic() - (work.since or monotonic())
+        details = work.details()[:MOST_TEXT]
+        found[work.sequence] = Posted(work.sequence, work.op, details, short(work.site)[-MOST_TEXT:], waited)
     return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found)
 
 

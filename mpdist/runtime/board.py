@@ -34,6 +34,7 @@ class Board:
         """Use `board_bytes(size)` zeroed bytes, which the `neighbours`, ranks of the same node, share."""
         self._memory = memory
         self._rank = rank
+        self._pid = os.getpid()
         self._neighbours = neighbours
         self._write(is_ready=False)
 
@@ -69,7 +70,7 @@ class Board:
         return [] if len(found) == len(self._neighbours) - 1 > 1 else found
 
     def _write(self, *, is_ready: bool) -> None:
-        _ENTRY.pack_into(self._memory, _CLAIM.size + self._rank * _ENTRY.size, os.getpid(), is_ready)
+        _ENTRY.pack_into(self._memory, _CLAIM.size + self._rank * _ENTRY.size, self._pid, is_ready)
 
     def _read(self, rank: int) -> tuple[int, bool]:
         pid, is_ready = _ENTRY.unpack_from(self._memory, _CLAIM.size + rank * _ENTRY.size)

@@ -76,7 +76,7 @@ class Posted:
     """A collective as a rank has posted it.
 
     Attributes:
-        details: None when it is over.
+        details: None where they are not known any more.
         seconds: waited so far; None when it is over.
     """
 

@@ -47,10 +47,12 @@ def agree(engine: Engine) -> None:
 
 
 def close_all(engine: Engine, why: str) -> None:
-    """Close every communicator, and report the messages that nobody has received."""
+    """Close every communicator, and report the messages that nobody has received; receives are withdrawn."""
     for channel in list(engine.channels):
         if not channel.is_closed:
             _report_unclaimed(channel)
+            for receive in list(channel.box.waiting()):
+                receive.cancel()
             channel.close(why)
     engine.doorbell.close()
 

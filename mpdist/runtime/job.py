@@ -305,7 +305,8 @@ def _check_main(main: object) -> None:
         name = main.__name__
         main.close()
         raise UsageError(f"run() takes the function, not the coroutine: write mpdist.run({name}), not {name}()")
-    if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(getattr(type(main), "__call__", None))):
+    call = getattr(type(main), "__call__", None)  # noqa: B004  # an object may be called like a coroutine function
+    if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(call)):
         raise UsageError(f"run() takes a coroutine function, `async def main(world)`, got {main!r}")
     if asyncio._get_running_loop() is not None:
         raise UsageError("run() was called in a running event loop: write `await main(mpdist.init())`")

@@ -51,6 +51,8 @@ def fail(how):
         os._exit(0)
     if how == "wait":
         time.sleep(LONG_SECONDS)
+    if how == "compute":
+        compute()
 
 
 def post(world, where):
@@ -61,9 +63,14 @@ def post(world, where):
         return world.barrier()
     if where == "all_reduce":
         return world.all_reduce(np.ones(4))
-    if where == "compute":  # a long call of C code, without the GIL
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 27)
+    if where == "compute":
+        compute()
     return None
+
+
+def compute():
+    """A long call of C code, without the GIL."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 25)
 
 
 def say_ready(world):
@@ -138,7 +145,7 @@ def start(how, where, style):
     if how == "import":
         world = mpdist.init()
         if world.rank == FAILING:
-            import no_such_module
+            import no_such_module  # noqa: F401
         plain_main(world, how, where)
     elif style == "uvloop":
         import uvloop

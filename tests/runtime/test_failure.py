@@ -1,0 +1,149 @@
+"""Parts of the failure policy that need no job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from cli.jobs import job_environ
+
+from mpdist.runtime.board import Board, board_bytes
+from mpdist.runtime.failure import describe_error, exit_code
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(None, 0), (0, 0), (3, 3), (-1, 255), (256, 1), (True, 1), ("text", 1), ((), 1)]
+)
+def test_exit_code_is_what_python_makes_of_it_but_never_a_success_by_chance(code: object, status: int) -> None:
+    assert exit_code(code) == status
+
+
+def test_error_without_a_text_is_described() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert describe_error(ValueError("x")) == "ValueError: x"
+    assert "Broken" in describe_error(Broken())
+
+
+# ---------------------------------------------------------------------- board
+
+
+def boards(size: int) -> list[Board]:
+    memory = bytearray(board_bytes(size))
+    return [Board(memory, rank, range(size)) for rank in range(size)]
+
+
+def test_first_rank_reports_and_no_other() -> None:
+    first, second = boards(2)
+    assert second.claim()
+    assert second.claim(), "it may ask again"
+    assert not first.claim()
+
+
+def test_wait_ends_when_all_are_ready_to_go() -> None:
+    ranks = boards(3)
+    for rank in ranks:
+        rank.leave()
+    ranks[0].wait_for_all(60)
+    ranks = boards(3)
+    ranks[1].leave()
+    ranks[0].wait_for_all(0.05)
+
+
+def test_rank_whose_process_is_gone_is_found() -> None:
+    ranks = boards(3)
+    assert ranks[0].lost() == []
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    ranks[1]._pid = pid
+    ranks[1]._write(is_ready=False)
+    assert ranks[0].lost() == []
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ranks[0].lost() == [(1, pid)], "a zombie"
+    os.waitpid(pid, 0)
+    assert ranks[0].lost() == [(1, pid)]
+
+
+# ---------------------------------------------------------------------- exits
+
+# program -> what exits.status() says in its atexit handler
+EXITS = {
+    "sys.exit(3)": "3",
+    "exit(3)": "3",
+    "sys.exit('text')": "'text'",
+    "sys.exit()": "None",
+    "pass": "None",
+    "in_loop()": "3",
+    "in_function()": "3",
+    "again()": "3",
+    "caught()": "None",
+    "caught_from_loop()": "None",
+    "suppressed()": "None",
+    "kept()": "None",
+    "in_thread()": "None",
+    "caught(); sys.exit(0)": "0",
+}
+PROGRAM = """
+import asyncio, atexit, contextlib, sys, threading
+from mpdist.runtime import exits
+exits.install()
+atexit.register(lambda: print(repr(exits.status())))
+async def coroutine():
+    await asyncio.sleep(0)
+    sys.exit(3)
+def in_loop():
+    asyncio.run(coroutine())
+def in_function():
+    try:
+        sys.exit(3)
+    finally:
+        pass
+def again():
+    try:
+        sys.exit(3)
+    except SystemExit:
+        raise
+def caught():
+    try:
+        sys.exit(3)
+    except SystemExit:
+        return
+def caught_from_loop():
+    try:
+        in_loop()
+    except SystemExit:
+        return
+def suppressed():
+    with contextlib.suppress(SystemExit): in_loop()
+def kept():
+    global error
+    try:
+        sys.exit(3)
+    except SystemExit as caught:
+        error = caught
+def in_thread():
+    threading.excepthook = lambda args: None
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("end", EXITS)
+def test_exit_status_is_known_before_the_end(end: str) -> None:
+    command = [sys.executable, "-c", PROGRAM + end]
+    done = subprocess.run(command, capture_output=True, text=True, env=job_environ(), check=False)
+    assert done.stdout == f"{EXITS[end]}\n", done.stderr
+
+
+def test_sys_exit_is_put_back() -> None:
+    text = "import sys; before = sys.exit; exits.install(); exits.install(); exits.remove(); print(sys.exit is before)"
+    command = [sys.executable, "-c", f"from mpdist.runtime import exits; {text}"]
+    assert subprocess.run(command, capture_output=True, text=True, env=job_environ(), check=True).stdout == "True\n"

@@ -1,0 +1,114 @@
+"""init, run and finalize in one process, without a launcher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+from cli.jobs import job_environ
+
+HEAD = """
+import asyncio, sys
+import numpy as np
+import mpdist
+async def main(world, *args):
+    x = np.ones(3)
+    await world.all_reduce(x)
+    return (world.size, float(x.sum()), *args)
+"""
+
+
+def python(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own."""
+    command = [sys.executable, *arguments, "-c", HEAD + text]
+    return subprocess.run(command, capture_output=True, text=True, env=job_environ(), timeout=60, check=False)
+
+
+def test_size_one_world_works_without_a_launcher() -> None:
+    done = python("print(mpdist.run(main, 'more'))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 3.0, 'more')\n", "")
+
+
+def test_init_serves_code_without_a_loop() -> None:
+    done = python("world = mpdist.init(); print(world.node.size, world.all_reduce(np.ones(2)).wait())")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 [1. 1.]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("mpdist.run(main(None))", "write mpdist.run(main), not main()"),
+        ("mpdist.run(print)", "takes a coroutine function"),
+        ("mpdist.run(3)", "takes a coroutine function"),
+        ("asyncio.run(within())", "write `await main(mpdist.init())`"),
+    ],
+)
+def test_wrong_use_of_run_is_refused(call: str, words: str) -> None:
+    done = python(f"async def within(): mpdist.run(main)\n{call}")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "never awaited" not in done.stderr
+
+
+def test_run_takes_a_partial_and_a_callable_object() -> None:
+    text = """
+import functools
+class Main:
+    async def __call__(self, world):
+        return world.size
+print(mpdist.run(functools.partial(main, b=1) if False else functools.partial(main)), mpdist.run(Main()))
+"""
+    done = python(text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 3.0) 1\n", "")
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise SystemExit(3)", "exit(3)"])
+def test_exit_status_of_a_single_rank_is_its_own(end: str) -> None:
+    assert python(f"mpdist.init(); {end}").returncode == 3
+
+
+def test_exception_of_a_single_rank_is_python_s() -> None:
+    done = python("mpdist.run(main); raise ValueError('boom')")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: boom"
+
+
+def test_send_to_itself_that_is_never_received_is_told_of() -> None:
+    done = python("mpdist.init().send(np.ones(1 << 22), 0)")
+    assert "pending: send to 0" in done.stderr or "1 message that nobody received" in done.stderr
+    assert done.returncode == int("pending" in done.stderr)
+
+
+def test_hooks_are_put_back_by_finalize() -> None:
+    text = """
+import threading
+def state(): return (sys.excepthook, threading.excepthook, sys.exit)
+before = state()
+mpdist.init(); mpdist.finalize()
+print(state() == before)
+"""
+    assert python(text).stdout == "True\n"
+
+
+def test_import_loads_neither_mpi_nor_torch() -> None:
+    text = "print([name for name in ('mpi4py.MPI', 'mpi4py', 'torch', 'cupy') if name in sys.modules])"
+    assert python(text).stdout == "[]\n"
+
+
+def test_start_loads_no_torch() -> None:
+    assert python("mpdist.run(main); print('torch' in sys.modules)").stdout == "False\n"
+
+
+def test_import_costs_little_more_than_numpy() -> None:
+    limit_seconds = 0.06
+    numpy, ours = (median(import_seconds(text) for _ in range(5)) for text in ("import numpy", "import numpy, mpdist"))
+    assert ours - numpy < limit_seconds
+
+
+def import_seconds(text: str) -> float:
+    """Processor seconds of a Python process that runs this."""
+    program = f"import time; start = time.process_time(); {text}; print(time.process_time() - start)"
+    command = [sys.executable, "-c", program]
+    return float(subprocess.run(command, capture_output=True, text=True, env=job_environ(), check=True).stdout)

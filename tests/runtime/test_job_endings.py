@@ -1,0 +1,66 @@
+"""How a job ends well: all ranks agree, then it returns 0, and says nothing."""
+
+from __future__ import annotations
+
+import pytest
+from runtime.programs import CHILDREN, ENDING, run
+
+pytestmark = pytest.mark.job
+
+ENDINGS = ["various", "loop", "finalize", "late", "needed", "mpi4py_first", "mpi4py_later"]
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_job_ends_with_zero(how: str) -> None:
+    ended = run("bare", 3, ENDING, how)
+    assert (ended.status, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["finalize", "late"])
+def test_job_has_a_completion_record_under_mpdist_run(how: str) -> None:
+    """And no rank is lost that takes longer."""
+    ended = run("mpdist", 3, ENDING, how)
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.count("the last rank is done") == (how == "late")
+
+
+def test_one_launched_rank_ends_with_zero() -> None:
+    ended = run("bare", 1, ENDING, "various")
+    assert (ended.status, ended.err) == (0, "")
+
+
+def test_messages_that_nobody_received_are_reported() -> None:
+    ended = run("bare", 2, ENDING, "unclaimed")
+    assert ended.status == 0
+    assert "'world' (rank 1 of 2) ends with 1 message that nobody received: float64 x 3 from rank 0" in ended.err
+
+
+def test_message_that_nobody_will_receive_ends_the_job() -> None:
+    ended = run("bare", 2, ENDING, "lost_send")
+    assert ended.status == 1
+    assert "rank 1 waits in send to 0, tag 3" in ended.err
+
+
+def test_progress_thread_advances_operations_while_python_computes() -> None:
+    ended = run("bare", 2, ENDING, "progress_thread", environ={"MPDIST_PROGRESS_THREAD": "1"})
+    assert (ended.status, ended.err) == (0, "")
+
+
+def test_wrong_variable_is_refused_on_all_ranks() -> None:
+    ended = run("bare", 2, ENDING, "loop", environ={"MPDIST_DEBUG": "perhaps"})
+    assert ended.status != 0
+    assert "UsageError: environment variable MPDIST_DEBUG='perhaps' is not valid" in ended.err
+
+
+@pytest.mark.parametrize("how", ["forks", "mpi4py_forks", "pools", "spawned"])
+def test_child_processes_do_no_harm(how: str) -> None:
+    ended = run("bare", 2, CHILDREN, how)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("added") == 2
+    assert "mpdist: " not in ended.err
+
+
+def test_data_loader_workers_do_no_harm() -> None:
+    pytest.importorskip("torch")
+    ended = run("bare", 2, CHILDREN, "dataloader")
+    assert (ended.status, ended.err) == (0, "")
