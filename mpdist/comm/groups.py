@@ -113,7 +113,7 @@ class Groups(Operations):
 
     def _close(self) -> Work[None]:
         channel = self._channel
-        work = channel.post(
+        work: Work[None] = channel.post(
             "close", groups.close, str, lambda: not channel.unfinished(), lambda: self._closed("it was closed")
         )
         if not work.done():

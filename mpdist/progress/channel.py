@@ -223,6 +223,7 @@ class Channel:
             receive.reserve(message)
             engine.later.append(receive)
             return
+        engine.credit -= message_credit(message.nbytes)
         if receive.accept(message):
             self.box.remove(message)
 

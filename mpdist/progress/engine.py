@@ -93,7 +93,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._ticking = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
         self._asleep = False
         self._last_move = 0.0
         self._thread: ProgressThread | None = None
@@ -196,6 +196,8 @@ class Engine:
     def park(self, work: Work[Any]) -> Generator[Any, None, None]:
         """Suspend the awaiting task until its Work is done."""
         loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._adopt(loop)
         waiter = loop.create_future()
 
         def wake(_: Work[Any]) -> None:
@@ -210,18 +212,18 @@ class Engine:
                 work.remove_done_callback(wake)
 
     def ensure_ticking(self) -> None:
-        """See to it that the loop, if one runs, drives what is pending."""
-        if self._ticking:
-            return
+        """See to it that the loop, if one runs, drives what is pending; one that has ended is replaced."""
         loop = asyncio._get_running_loop()
-        if loop is None:
+        if self._ticking and (loop is None or loop is self._loop):
+            return
+        if loop is None or self._has_other_loop(loop):
             self._nudge()
             return
         if loop is not self._loop:
             self._adopt(loop)
         self._ticking = True
         self._last_move = monotonic()
-        loop.call_soon(self._tick)
+        self._next = loop.call_soon(self._tick)
 
     def _nudge(self) -> None:
         """Posted outside the loop's thread: whoever may be asleep is to look."""
@@ -231,14 +233,19 @@ class Engine:
         if self._thread is not None:
             self._thread.nudge()
 
-    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _has_other_loop(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether another loop than this one drives, and still runs."""
         old = self._loop
-        if old is not None and not old.is_closed() and old.is_running():
+        return old is not None and old is not loop and not old.is_closed() and old.is_running()
+
+    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let this loop drive, in the place of one that has ended."""
+        if self._has_other_loop(loop):
             raise UsageError(
-                f"operations are awaited in two running event loops, {old!r} and {loop!r}; await in one of them, "
-                "and use work.wait() in other threads"
+                f"operations are awaited in two running event loops, {self._loop!r} and {loop!r}; "
+                "await in one of them, and use work.wait() in other threads"
             )
-        self._forget_loop()
+        self.detach_loop()
         self._loop = loop
         self._loop_thread = threading.get_ident()
         if self.doorbell.fileno() >= 0:
@@ -248,7 +255,7 @@ class Engine:
         """One turn of the loop: drive, then come again soon or sleep."""
         loop = self._loop
         assert loop is not None
-        self._timer = None
+        self._next = None
         if self._asleep:
             self._wake_up()
         self.credit = TURN_CREDIT
@@ -262,7 +269,7 @@ class Engine:
         if delay == 0.0:
             if self.backoff.yields:
                 os.sched_yield()
-            loop.call_soon(self._tick)
+            self._next = loop.call_soon(self._tick)
             return
         self._sleep(loop, delay)
 
@@ -272,17 +279,17 @@ class Engine:
         if self.drive():  # what came before peers could see that we sleep
             self._last_move = monotonic()
             self._wake_up()
-            loop.call_soon(self._tick)
+            self._next = loop.call_soon(self._tick)
             return
-        self._timer = loop.call_later(delay, self._tick)
+        self._next = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
         """A peer has rung. The ring itself is forgotten a turn later: the task that it is for comes first."""
         if not self._asleep:
             self.doorbell.quiet()
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._next is not None:
+            self._next.cancel()
         self._wake_up()
         for _ in range(RUNG_LOOKS):
             if self.drive():
@@ -296,9 +303,9 @@ class Engine:
 
     def detach_loop(self) -> None:
         """Forget the loop: it is about to end, or has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         if self._asleep:
             self._wake_up()
         self._asleep = self._ticking = False

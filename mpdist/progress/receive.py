@@ -55,7 +55,6 @@ class Receive(Work[Message]):
     _incoming: Incoming | None = None
     _reserved = False
     _given_up = False
-    _looked_at = False
     _steps: Generator[Request, None, Message] | None = None
 
     _buffer: Buffer | None
@@ -404,6 +403,7 @@ class ArrayReceive(Receive):
 
     def _announce(self) -> None:
         engine = self._channel.engine
+        self._looked_at = self._done
         if self._done and self._callbacks is not None and self not in engine.finished:
             engine.finished.append(self)
         engine.flush()

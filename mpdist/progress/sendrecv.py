@@ -15,12 +15,18 @@ class SendReceive(Work[Message]):
         self._channel = receive._channel
         self._receive = receive
         self._send = send
-        for part in (receive, send):
-            if not part._done:
-                part.add_done_callback(self._part_done)
+        with self._channel.engine.lock:
+            for part in (receive, send):
+                if not part._done:  # no loop: who notices that the part is done calls back at once
+                    part._callbacks = [*(part._callbacks or ()), (self._part_done, None, None)]
         self._part_done()
 
     def _part_done(self, _: object = None) -> None:
+        with self._channel.engine.lock:
+            self._update()
+        self._channel.engine.flush()
+
+    def _update(self) -> None:
         if self._done or not self._receive._done:
             return
         error = self._receive._error
@@ -33,7 +39,6 @@ class SendReceive(Work[Message]):
                 self._fail(self._send._seen_error())
             else:
                 self._finish(self._receive._result)
-        self._channel.engine.flush()
 
     def _poll(self) -> bool:
         if not self._receive._done:

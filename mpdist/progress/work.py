@@ -59,6 +59,8 @@ class Work(Generic[T]):
     _error: BaseException | None = None
     _callbacks: list[Callback] | None = None
     _unseen: Unseen | None = None
+    _looked_at = False
+    """Whether somebody has got the result or the error; then a receive does not give its message back."""
     limit: float | None = None
     """Seconds it may take, counted from `since`; None: the communicator's timeout."""
     since: float | None = None
@@ -83,6 +85,7 @@ class Work(Generic[T]):
             except BaseException:  # cancelled, or the coroutine was thrown away
                 self._abandon()
                 raise
+            self._looked_at = True
         if self._error is not None:
             raise self._seen_error()
         return self._result

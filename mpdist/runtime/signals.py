@@ -3,7 +3,7 @@
 SIGTERM becomes a SystemExit in the main thread, as SIGINT becomes a
 KeyboardInterrupt. Python runs its handlers between two bytecodes, so a long call of
 C code, or a `finally` block that waits for another rank, would hold the end up.
-faulthandler's handler runs at once: it writes the stack into a pipe, on which a
+faulthandler's handler runs at once: it writes into a pipe, on which a
 thread waits that ends the job some time later in any case.
 
 If the launcher is killed the kernel sends SIGTERM (Linux).
@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import NoReturn
 
@@ -104,17 +105,20 @@ class Signals:
     def _limit(self, pipes: dict[int, int]) -> None:
         """In a thread of its own: wait for a signal, then for the end, but not for long."""
         ready, _, _ = select.select(list(pipes), [], [])
-        stacks = {pipes[read]: os.read(read, 1 << 16) for read in ready}
-        numbers = [number for number, stack in stacks.items() if stack]
+        numbers = [pipes[read] for read in ready if os.read(read, 1 << 16)]
         if numbers:
             time.sleep(FINALLY_SECONDS)
         if numbers and not self._ender.is_disarmed:
             code = TERMINATED if numbers[0] == signal.SIGTERM else INTERRUPTED
-            stack = stacks[numbers[0]].decode(errors="replace").rstrip()
-            reason = f"{signal.Signals(numbers[0]).name}, and it has not ended within {FINALLY_SECONDS:g} s"
-            self._ender.end(reason, code, lambda: print(f"It was here:\n{stack}", file=sys.stderr))
+            name = signal.Signals(numbers[0]).name
+            self._ender.end(f"{name}, and it has not ended within {FINALLY_SECONDS:g} s", code, _print_main_stack)
         for read in pipes:
             os.close(read)
+
+
+def _print_main_stack() -> None:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    print("It is here:", *traceback.format_stack(frame), sep="\n", end="", file=sys.stderr)
 
 
 def _enable_faulthandler() -> None:

@@ -151,6 +151,7 @@ def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator) -
     async def main() -> None:
         await comm.barrier()
         await asyncio.to_thread(second_loop)
+        await comm.barrier()
         await comm.send(np.array([5]), peer(comm), 1)
         async with asyncio.timeout(10):
             assert (await comm.recv(tag=1)).data[0] == 5

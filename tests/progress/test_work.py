@@ -94,6 +94,7 @@ async def test_an_await_may_be_thrown_away(comm: Communicator) -> None:
     waiting = coroutine.send(None)
     assert waiting is None or hasattr(waiting, "_asyncio_future_blocking")
     coroutine.close()
+    await comm.barrier()
     await send(comm, 3)
     assert (await comm.recv()).data[0] == 3
 

@@ -177,3 +177,4 @@ def test_processes_of_a_program_are_found() -> None:
         assert len([line for line in running.left_over() if "failing.py" in line]) >= 3
         for process in running.processes():
             process.kill()
+        running.act(lambda: None)
