@@ -14,8 +14,10 @@ from dataclasses import dataclass
 # An await drives the Engine itself before it gives its turn away. Both limits keep other tasks alive: bench/core.py.
 TURN_CREDIT = 64
 """Operations that may complete inside awaits before the event loop gets a real turn."""
+TURN_SECONDS = 0.0005
+"""The same as time, where it is looked at."""
 TURN_BYTES = 64 * 1024
-"""Each further so many bytes cost one more credit: MPI copies about 3-10 GB/s, a turn is to end within 0.5 ms."""
+"""Each further so many bytes cost one more credit: MPI copies about 3-10 GB/s, a turn is to end within TURN_SECONDS."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
-from mpdist.progress.backoff import TURN_CREDIT, Backoff
+from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Engine:
                 active.pop()
         finally:
             self.lock.release()
+        self.credit -= 1
         if self.finished:
             self.flush()
         if len(self.active) > 2 * WINDOW:  # works that ended inside awaits are still listed
@@ -159,11 +160,13 @@ class Engine:
         return work._done
 
     def _poll_and_yield(self, work: Work[Any]) -> None:
-        end = monotonic() + YIELDING_SECONDS
+        start = now = monotonic()
         for _ in range(self.backoff.inline_polls):
-            if work._done or work._poll() or monotonic() > end:
-                return
+            if work._done or work._poll() or now > start + YIELDING_SECONDS:
+                break
             os.sched_yield()
+            now = monotonic()
+        self.credit -= int((now - start) / TURN_SECONDS * TURN_CREDIT)
 
     def flush(self) -> None:
         """Hand the callbacks of finished Works to their loop, or run those that have none."""

@@ -23,8 +23,7 @@ import numpy as np
 
 # The end of the job is decided by the ranks' agreement, not by mpi4py's atexit handler, in which a failed rank
 # would wait for all others for ever.
-_IS_OURS = "mpi4py.MPI" not in sys.modules
-if _IS_OURS:
+if "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False
 from mpi4py import MPI
 
@@ -347,7 +346,7 @@ def family() -> str:
 
 def finalizes_by_itself() -> bool:
     """Whether mpi4py will call MPI_Finalize when the process ends: it was imported before mpdist was started."""
-    return not _IS_OURS and is_running()
+    return mpi4py.rc.finalize is not False and is_running()
 
 
 def is_threaded() -> bool:
@@ -357,7 +356,7 @@ def is_threaded() -> bool:
 
 def stop() -> None:
     """MPI_Finalize, if mpdist has started MPI; collective."""
-    if _IS_OURS and is_running():
+    if mpi4py.rc.finalize is False and is_running():
         MPI.Finalize()
 
 

@@ -140,7 +140,8 @@ def test_what_was_posted_in_a_loop_can_be_waited_for_after_it(comm: Communicator
     assert (exchanged.wait(20).data == 3).all()
 
 
-def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator) -> None:
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator, is_busy: bool) -> None:
     def second_loop() -> None:
         async def misuse() -> None:
             with pytest.raises(mpdist.UsageError, match="two running event loops"):
@@ -149,8 +150,14 @@ def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator) -
         asyncio.run(misuse())
 
     async def main() -> None:
-        await comm.barrier()
+        parked = comm.recv(tag=2)
+        waiting = asyncio.ensure_future(parked)
+        await asyncio.sleep(0.01)
+        if not is_busy:
+            parked.cancel()
         await asyncio.to_thread(second_loop)
+        parked.cancel()
+        await asyncio.wait([waiting])
         await comm.barrier()
         await comm.send(np.array([5]), peer(comm), 1)
         async with asyncio.timeout(10):

@@ -1,0 +1,57 @@
+"""Random programs of mixed operations give what a sequential reference computes.
+
+`MPDIST_TEST_SEEDS=500` runs more of them, `MPDIST_TEST_SEED=17` one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from mpdist import Communicator
+from mpdist.progress import channel, wire
+from random_programs.execution import Execution
+from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
+
+SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
+LENGTH = 120
+
+
+def seeds() -> list[int]:
+    only = os.environ.get("MPDIST_TEST_SEED")
+    return list(range(SEEDS)) if only is None else [int(only)]
+
+
+def test_a_program_is_the_same_on_every_rank_and_has_all_kinds_of_steps() -> None:
+    assert program(3, 4, 50) == program(3, 4, 50)
+    kinds = {step.kind for seed in range(20) for step in program(seed, 3, LENGTH)}
+    assert kinds == {*MESSAGES, *COLLECTIVES, *GROUPS, "cancel"}
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "pieces"])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Large arrays and objects whole, or in many small pieces."""
+    if request.param:
+        monkeypatch.setattr(wire, "PIECE_BYTES", 1500)
+        monkeypatch.setattr(channel, "INLINE_OBJECT_BYTES", 300)
+    yield
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.limit(20 + 5 * SEEDS)
+@pytest.mark.usefixtures("_pieces")
+async def test_random_programs_agree_with_the_reference(comm: Communicator) -> None:
+    for seed in seeds():
+        steps = program(seed, comm.size, LENGTH)
+        chance = random.Random(f"{seed} {comm.rank} waiting")
+        try:
+            await Execution(comm, steps, chance).run()
+        except BaseException:
+            print(f"MPDIST_TEST_SEED={seed} on {comm.size} ranks fails")
+            raise
+        assert comm._channel.unfinished() == [], f"MPDIST_TEST_SEED={seed}"
+        assert comm._channel.unclaimed() == [], f"MPDIST_TEST_SEED={seed}"
+        await comm.barrier()
