@@ -27,12 +27,14 @@ class Header:
         shape: of the block.
         nbytes: of the block, or of the object's message.
         refusal: the root's error, empty where there is none.
+        is_even: all ranks' blocks are of this size.
     """
 
     code: int = 0
     shape: list[int] = field(default_factory=list)
     nbytes: int = 0
     refusal: str = ""
+    is_even: bool = False
 
     @classmethod
     def of(cls, buffer: Buffer) -> Header:

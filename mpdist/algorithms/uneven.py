@@ -37,7 +37,8 @@ class Parcel:
     @classmethod
     def of_rows(cls, whole: Buffer, size: int, shape: Sequence[int]) -> Parcel:
         """`size` equal blocks of this shape, without copy."""
-        return cls([Header(whole.element.code, list(shape), whole.nbytes // size)] * size, whole)
+        head = Header(whole.element.code, list(shape), whole.nbytes // size, is_even=True)
+        return cls([head] * size, whole)
 
     @classmethod
     def refused(cls, text: str, size: int) -> Parcel:
@@ -51,7 +52,9 @@ def scatter(transport: Transport, parcel: Parcel | None, out: Buffer | None, src
     head = unpack(mine)[0].check()
     target, misfit = _target(out, like, head)
     unit = head.element.itemsize
-    if parcel is None:
+    if head.is_even:
+        yield transport.iscatter(None if parcel is None else parcel.packed, target, src)
+    elif parcel is None:
         yield transport.iscatterv(None, (), unit, target, src)
     else:
         yield transport.iscatterv(parcel.packed, [each.nbytes // unit for each in parcel.heads], unit, target, src)

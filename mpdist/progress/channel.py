@@ -133,7 +133,7 @@ class Channel:
         if request.Test():
             engine.credit -= 1
             return self._sent if engine.credit > 0 else SentAndTurn(self)
-        return self._activate(Send(self, [request], dst, tag, lease))
+        return self._activate(Send(self, request, dst, tag, lease))
 
     def _send_to_self(self, buffer: Buffer, tag: int) -> Work[None]:
         """A message to this rank is complete at once: it is copied into the mailbox."""
@@ -160,7 +160,7 @@ class Channel:
             head = wire.pack_frames(frames, inline=True)
             request = self.isend([head, len(head), self.byte], dst, wire.wire_tag(tag, wire.OBJECT))
             self.ring(dst)
-            return self._activate(Send(self, [request], dst, tag, head))
+            return self._activate(Send(self, request, dst, tag, head))
         head = wire.pack_frames(frames, inline=False)
         buffers = [as_buffer(frame) for frame in frames[1:]]
         return self._send_pieces(head, wire.OBJECT_IN_PIECES, buffers, dst, tag, frames)
@@ -179,10 +179,11 @@ class Channel:
                     requests.append(self.isend([piece, size, self.byte], dst, piece_tag))
                     start += size
         self.ring(dst)
-        return self._activate(Send(self, requests, dst, tag, (head, bodies, owner)))
+        return self._activate(Send(self, self.transport.together(requests), dst, tag, (head, bodies, owner)))
 
     def _activate(self, work: Work[None]) -> Work[None]:
-        self.engine.active.append(work)
+        with self.engine.lock:  # another thread's driver may be looking at the end of the table
+            self.engine.active.append(work)
         self.engine.ensure_ticking()
         return work
 

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError
-from mpdist.progress.work import T, Work
+from mpdist.progress.work import Requested, T, Work
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -135,7 +135,7 @@ def one_call(_: object, call: Callable[..., Request], arguments: tuple[Any, ...]
     return result
 
 
-class Direct(Collective[T]):
+class Direct(Requested[T], Collective[T]):
     """A collective that is one call of MPI: what its program would do, without the program."""
 
     _steps = None
@@ -150,49 +150,8 @@ class Direct(Collective[T]):
     def details(self) -> str:
         return self._words[0](*self._words[1:])
 
-    def __await__(self) -> Generator[Any, None, T]:
-        if not self._done:
-            engine = self._channel.engine
-            if engine.credit > 0 and self._callbacks is None:
-                engine.lock.acquire()
-                try:
-                    request = self._request
-                    if request is not None:
-                        test = request.Test
-                        for _ in engine.quick_polls:
-                            if test():
-                                self._complete()
-                                engine.credit -= 1
-                                break
-                except Exception as error:
-                    self._broke(error)
-                finally:
-                    engine.lock.release()
-            if not self._done:
-                return (yield from super().__await__())
-        if self._error is not None:
-            raise self._seen_error()
-        return self._result
-
-    def _poll(self) -> bool:
-        request = self._request
-        if request is None:
-            return True
-        try:
-            if not request.Test():
-                return False
-        except Exception as error:
-            return self._broke(error)
-        self._complete()
-        return True
-
-    def _complete(self) -> None:
-        self._request = self.task = None
-        active = self._channel.engine.active
-        if active and active[-1] is self:
-            active.pop()
-        if not self._done:
-            self._finish(self._result)
+    def _release(self) -> None:
+        self.task = None
 
 
 def user_place() -> Place:

@@ -95,6 +95,7 @@ class Engine:
         self._ticking = False
         self._next: asyncio.Handle | None = None
         self._asleep = False
+        self._has_yielded = False  # in an await since the last tick
         self._last_move = 0.0
         self._thread: ProgressThread | None = None
 
@@ -141,6 +142,7 @@ class Engine:
         self.lock.acquire()
         try:
             if self.backoff.yields:
+                self._has_yielded = True
                 self._poll_and_yield(work)
             else:
                 poll = work._poll
@@ -270,8 +272,9 @@ class Engine:
             return
         delay = self.backoff.delay(now - self._last_move)
         if delay == 0.0:
-            if self.backoff.yields:
+            if self.backoff.yields and not self._has_yielded:
                 os.sched_yield()
+            self._has_yielded = False
             self._next = loop.call_soon(self._tick)
             return
         self._sleep(loop, delay)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import CommunicationError
 from mpdist.progress.backoff import TURN_CREDIT
-from mpdist.progress.work import Work
+from mpdist.progress.work import Requested, Work
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -20,32 +19,21 @@ if TYPE_CHECKING:
 _NOTHING: Iterator[Any] = iter(())  # exhausted: an await of it ends at once, with None
 
 
-class Send(Work[None]):
+class Send(Requested[None]):
     """A message, or its pieces, that MPI still reads from the sender's memory."""
 
     op = "send"
+    _result = None
 
-    def __init__(self, channel: Channel, requests: list[Request], dst: int, tag: int, lease: object) -> None:
+    def __init__(self, channel: Channel, request: Request, dst: int, tag: int, lease: object) -> None:
         self._channel = channel
-        self._requests = requests
+        self._request = request
         self.dst = dst
         self.tag = tag
         self._lease = lease
 
-    def _poll(self) -> bool:
-        try:
-            while self._requests:
-                if not self._requests[-1].Test():
-                    return False
-                self._requests.pop()
-        except self._channel.transport.failure as error:
-            self._requests.pop()
-            self._fail(CommunicationError(f"{self.describe()} failed: {error}"))
-            return not self._requests
+    def _release(self) -> None:
         self._lease = None
-        if not self._done:
-            self._finish(None)
-        return True
 
     def details(self) -> str:
         return f"to {self.dst}, tag {self.tag}"

@@ -18,11 +18,12 @@ from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mpdist.errors import UsageError, WorkTimeout
+from mpdist.errors import CommunicationError, UsageError, WorkTimeout
 from mpdist.progress.backoff import TURN_CREDIT
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
+    from mpdist.transport.mpi import Request
 
 T = TypeVar("T")
 Callback = tuple[Callable[["Work[Any]"], object], contextvars.Context | None, asyncio.AbstractEventLoop | None]
@@ -243,3 +244,66 @@ class Work(Generic[T]):
         if self._done:
             state = "cancelled" if self._cancelled else "failed" if self._error is not None else "done"
         return f"<Work {self.describe()}, {state}>"
+
+
+class Requested(Work[T]):
+    """A Work that waits for one request of MPI, whose result is known before; the await tests nothing but it."""
+
+    _request: Request | None = None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            engine = self._channel.engine
+            if engine.credit > 0 and self._callbacks is None:
+                engine.lock.acquire()
+                try:
+                    request = self._request
+                    if request is not None:
+                        test = request.Test
+                        for _ in engine.quick_polls:
+                            if test():
+                                self._complete()
+                                engine.credit -= 1
+                                break
+                except Exception as error:
+                    self._broke(error)
+                finally:
+                    engine.lock.release()
+            if not self._done:
+                return (yield from super().__await__())
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def _poll(self) -> bool:
+        request = self._request
+        if request is None:
+            return True
+        try:
+            if not request.Test():
+                return False
+        except Exception as error:
+            return self._broke(error)
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self._request = None
+        self._release()
+        active = self._channel.engine.active
+        if active and active[-1] is self:
+            active.pop()
+        if not self._done:  # it may have expired meanwhile
+            self._finish(self._result)
+
+    def _release(self) -> None:
+        """MPI needs nothing any more."""
+
+    def _broke(self, error: Exception) -> bool:
+        self._request = None
+        self._release()
+        if not self._done:
+            failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+        return True

@@ -3,8 +3,8 @@
 The only home of mpi4py; importing this module starts MPI, so everybody else
 imports it late. A Transport is a thin, non-blocking view of one MPI
 communicator: it takes Buffers, posts, and returns a Request whose `Test()` says
-whether it is complete. It keeps nothing alive: buffers and requests belong to
-the Engine until MPI is done with them.
+whether it is complete. The request of a collective keeps its buffers alive, that
+of a message does not; requests belong to the Engine until MPI is done with them.
 
 Two limits are hidden here. Open MPI counts with 32-bit integers, so larger
 blocks travel as one element of a derived type, and larger reductions in slices.
@@ -13,10 +13,11 @@ bool is not a type that MPI adds, so its min, max and bitwise forms become logic
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mpi4py
 import numpy as np
@@ -43,10 +44,17 @@ class Request(Protocol):
         """Whether it is complete; making progress on the way."""
 
 
+class Leased(MPI.Request):
+    """A request that keeps alive what MPI reads and writes; mpi4py drops some of it, of reductions all."""
+
+    lease: object
+
+
 class Requests:
     """Several requests as one."""
 
-    __slots__ = ("_requests",)
+    lease: object
+    __slots__ = ("_requests", "lease")
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
@@ -55,6 +63,24 @@ class Requests:
         while self._requests and self._requests[-1].Test():
             self._requests.pop()
         return not self._requests
+
+
+Post = TypeVar("Post", bound=Callable[..., Any])
+
+
+def leases(post: Post) -> Post:
+    """Let the request that a method returns keep the method's arguments alive."""
+
+    @functools.wraps(post)
+    def leasing(*arguments: Any) -> Any:
+        request = post(*arguments)
+        if isinstance(request, Leased | Requests):
+            return request
+        leased = Leased(request)
+        leased.lease = (request, arguments)
+        return leased
+
+    return leasing  # type: ignore[return-value]  # the same signature
 
 
 _DATATYPES: dict[str, MPI.Datatype] = {
@@ -138,6 +164,11 @@ class Transport:
         return memory_of(buffer)
 
     @staticmethod
+    def together(requests: list[Request]) -> Request:
+        """Several requests as one."""
+        return Requests(requests)
+
+    @staticmethod
     def can_reduce(element: Element) -> bool:
         """Whether MPI itself reduces this type; the half types are widened by us instead."""
         return element.name in _DATATYPES
@@ -147,11 +178,12 @@ class Transport:
     def ibarrier(self) -> Request:
         return self.comm.Ibarrier()
 
+    @leases
     def ibroadcast(self, buffer: Buffer, src: int) -> Request:
         return self.comm.Ibcast(_whole(buffer), src)
 
     def iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
-        """Reduce x into out; x None: in place."""
+        """Reduce x into out; x None: in place, and the caller keeps out alive."""
         if x is None and out.count <= SLICE_COUNT:
             element = out.element
             memory = out.exporter
@@ -160,23 +192,31 @@ class Transport:
             ops = _BOOL_OPS if element.kind == "bool" else _OPS
             return self.comm.Iallreduce(IN_PLACE, [memory, out.count, _DATATYPES[element.name]], ops[op])
 
+        return self._iall_reduce(x, out, op)
+
+    @leases
+    def _iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
         def post(source: Any, target: Any) -> Request:
             return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, _op(op, out))
 
         return _sliced(post, x, out)
 
+    @leases
     def ireduce(self, x: Buffer, out: Buffer | None, op: str, dst: int) -> Request:
         def post(source: Any, target: Any) -> Request:
             return self.comm.Ireduce(source, target, _op(op, x), dst)
 
         return _sliced(post, x, out)
 
+    @leases
     def iscan(self, x: Buffer, out: Buffer, op: str) -> Request:
         return _sliced(lambda source, target: self.comm.Iscan(source, target, _op(op, x)), x, out)
 
+    @leases
     def iexscan(self, x: Buffer, out: Buffer, op: str) -> Request:
         return _sliced(lambda source, target: self.comm.Iexscan(source, target, _op(op, x)), x, out)
 
+    @leases
     def ireduce_scatter(self, x: Buffer, out: Buffer, op: str) -> Request:
         """Reduce x (size * out.count elements); rank r keeps block r."""
         if out.count <= SLICE_COUNT:
@@ -191,32 +231,41 @@ class Transport:
     def _reduce_block(self, block: np.ndarray, out: Buffer | None, op: str, dst: int) -> Request:
         return self.ireduce(as_buffer(block), out, op, dst)
 
+    @leases
     def igather(self, x: Buffer, out: Buffer | None, dst: int) -> Request:
         return self.comm.Igather(_whole(x), None if out is None else _blocks(out, x.nbytes), dst)
 
+    @leases
     def iscatter(self, x: Buffer | None, out: Buffer, src: int) -> Request:
         return self.comm.Iscatter(None if x is None else _blocks(x, out.nbytes), _whole(out), src)
 
+    @leases
     def iall_gather(self, x: Buffer, out: Buffer) -> Request:
         return self.comm.Iallgather(_whole(x), _blocks(out, x.nbytes))
 
+    @leases
     def iall_to_all(self, x: Buffer, out: Buffer) -> Request:
         return self.comm.Ialltoall(_blocks(x, x.nbytes // self.size), _blocks(out, out.nbytes // self.size))
 
     # ------------------------------------------------------------------ uneven blocks, counts in units of `unit` bytes
 
+    @leases
     def igatherv(self, x: Buffer, out: Buffer | None, counts: Sequence[int], unit: int, dst: int) -> Request:
         return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit), dst)
 
+    @leases
     def iscatterv(self, x: Buffer | None, counts: Sequence[int], unit: int, out: Buffer, src: int) -> Request:
         return self.comm.Iscatterv(None if x is None else _uneven(x, counts, unit), _whole(out), src)
 
+    @leases
     def iall_gatherv(self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int) -> Request:
         return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit))
 
+    @leases
     def iall_to_allv(self, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int], unit: int) -> Request:
         return self.comm.Ialltoallv(_uneven(x, sent, unit), _uneven(out, received, unit))
 
+    @leases
     def ireduce_scatterv(self, x: Buffer, out: Buffer, counts: Sequence[int], op: str) -> Request:
         """Reduce x, cut into blocks of `counts` elements; rank r keeps block r."""
         return self.comm.Ireduce_scatter(_typed(x), _typed(out), list(counts), _op(op, x))
@@ -317,7 +366,9 @@ def _sliced(post: Callable[[Any, Any], Request], x: Buffer | None, out: Buffer |
         part = whole.array()[start : start + SLICE_COUNT]
         return [part, part.size, datatype]
 
-    return Requests([post(piece(x, start), piece(out, start)) for start in range(0, buffer.count, SLICE_COUNT)])
+    slices = Requests([post(piece(x, start), piece(out, start)) for start in range(0, buffer.count, SLICE_COUNT)])
+    slices.lease = (x, out)
+    return slices
 
 
 # ---------------------------------------------------------------------- the library
