@@ -106,7 +106,7 @@ def subgroup(
     engine.creating += 1
     try:
         yield from _meet(meeting, members, tag, token)
-        call = Blocking(engine, lambda: parent.transport.subgroup(ranks, tag))
+        call = Blocking(engine, lambda: engine.maker.subgroup(members, tag))
         yield call
     finally:
         engine.creating -= 1

@@ -89,7 +89,8 @@ class Communicator(Objects, Collectives, Groups):
         """The communicator of the members on this node; the first access is collective over them, and blocks."""
         if self._node is None:
             neighbours = self._neighbours()
-            transport = self._channel.transport.subgroup(neighbours, 0)
+            world_ranks = [self.ranks[rank] for rank in neighbours]
+            transport = self._channel.engine.maker.subgroup(world_ranks, 0)
             self._node = self._member(transport, f"{self.name}/node{self.ranks[neighbours[0]]}")
         return self._node
 

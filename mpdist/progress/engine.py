@@ -31,6 +31,7 @@ from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel, Check
     from mpdist.progress.work import Work
+    from mpdist.transport.mpi import Transport
 
 # So many closed channels are remembered.
 REMEMBERED = 64
@@ -61,6 +62,8 @@ class Engine:
         channels: all open channels.
         closed: name, ranks in the world and last sequence of the channels closed last, for the diagnosis.
         meeting: channel of the world that carries nothing but the making of subgroups.
+        maker: the world once more, on which subgroups are made: Open MPI does that by messages, which a probe
+            on the same communicator would take away.
         creating: communicators being made.
         nodes: for each rank of the world, which node it is on.
         is_threaded: whether MPI may be called from several threads.
@@ -70,6 +73,7 @@ class Engine:
     """
 
     meeting: Channel
+    maker: Transport
 
     def __init__(self, backoff: Backoff | None = None, doorbell: Doorbell | None = None) -> None:
         self.backoff = backoff or Backoff()

@@ -54,6 +54,7 @@ def close_all(engine: Engine, why: str) -> None:
             for receive in list(channel.box.waiting()):
                 receive.cancel()
             channel.close(why)
+    engine.maker.free()
     engine.doorbell.close()
 
 

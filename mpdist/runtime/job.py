@@ -272,6 +272,7 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
     engine.is_threaded = is_threaded
     engine.allow_pickle = config.allow_pickle
+    engine.maker = transport.dup()
     engine.meeting = Channel(engine, transport.dup(), "meeting", range(transport.size))
     if config.debug:
         install_debug(engine)

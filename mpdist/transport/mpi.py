@@ -136,6 +136,11 @@ def memory_of(buffer: Buffer) -> Any:
     return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
 
 
+# Groups are made on a communicator that nobody probes: for Comm_create_group Open MPI sends ordinary messages with the
+# caller's tag (seen with 5.0.11), and a probe for any message on that communicator would take them.
+_cradle: MPI.Intracomm | None = None
+
+
 class Transport:
     """Non-blocking calls on one MPI communicator.
 
@@ -284,9 +289,10 @@ class Transport:
 
     def subgroup(self, ranks: Sequence[int], tag: int) -> Transport:
         """Collective over `ranks` only."""
+        assert _cradle is not None, "start() comes first"
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
-        part = self.comm.Create_group(members, tag)
+        part = _cradle.Create_group(members, tag)
         members.Free()
         everyone.Free()
         return Transport(part)
@@ -385,8 +391,11 @@ def start() -> Transport:
     """Start MPI if it is not running and return a duplicate of the world communicator; collective."""
     if MPI.Is_finalized():
         raise RuntimeError("MPI is finalized and cannot be started again in this process")
+    global _cradle
     if not MPI.Is_initialized():  # mpi4py was told not to
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if _cradle is None:
+        _cradle = MPI.COMM_WORLD.Dup()
     return Transport(MPI.COMM_WORLD.Dup())
 
 

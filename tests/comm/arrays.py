@@ -77,7 +77,10 @@ ARRAY = Library(
     lambda x: np.array(x) if len(x) else np.empty(0),
 )
 BYTEARRAY = Library(
-    "bytearray", ("uint8",), lambda values, dtype: bytearray(values.tobytes()), lambda x: np.frombuffer(bytes(x), np.uint8)
+    "bytearray",
+    ("uint8",),
+    lambda values, dtype: bytearray(values.tobytes()),
+    lambda x: np.frombuffer(bytes(x), np.uint8),
 )
 MEMORYVIEW = Library(
     "memoryview",

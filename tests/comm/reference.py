@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
-
 from comm.arrays import Values, kind_of, plain
 
 UFUNCS: dict[str, np.ufunc] = {

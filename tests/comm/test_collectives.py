@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import mpdist
 from comm.arrays import (
     NUMPY,
     Library,
@@ -20,6 +18,8 @@ from comm.arrays import (
     torch_library,
 )
 from comm.reference import HALVES, ops_for, reduced, rounded
+
+import mpdist
 from mpdist import Communicator
 from mpdist.transport import mpi
 
@@ -35,7 +35,9 @@ def reducible() -> Iterator[tuple[Library, str, str, int]]:
         for place, dtype in enumerate(library.dtypes):
             ops = ops_for(dtype)
             for turn, op in enumerate(ops if library.own_results else (ops[place % len(ops)],)):
-                for count in COUNTS if op in ("sum", "lor") and library.name == "numpy" else (COUNTS[(place + turn) % 4],):
+                for count in (
+                    COUNTS if op in ("sum", "lor") and library.name == "numpy" else (COUNTS[(place + turn) % 4],)
+                ):
                     yield library, dtype, op, count
 
 
@@ -142,9 +144,7 @@ async def test_scatter_hands_out_rows_from_any_root(comm: Communicator) -> None:
         wanted = whole[comm.rank * count : (comm.rank + 1) * count]
         if dtype != "bfloat16":
             result = await comm.scatter(x, src)
-            assert_values(
-                own_result(library, result) if comm.rank == src else NUMPY.read(result), wanted, case
-            )
+            assert_values(own_result(library, result) if comm.rank == src else NUMPY.read(result), wanted, case)
         out = library.make(numbers(count, dtype, 77), dtype)
         assert await comm.scatter(x, src, out=out) is out
         assert_values(library.read(out), wanted, f"{case}, out given")
@@ -278,7 +278,10 @@ async def test_premul_sum_multiplies_by_each_ranks_factor(comm: Communicator) ->
             inputs = everyone(comm, 7, dtype)
             wide = np.complex128 if dtype == "complex64" else np.float64
             total = sum(
-                ((rank + 2 if "int" in dtype else (rank + 1) / 2) * each.astype(wide) for rank, each in enumerate(inputs)),
+                (
+                    (rank + 2 if "int" in dtype else (rank + 1) / 2) * each.astype(wide)
+                    for rank, each in enumerate(inputs)
+                ),
                 np.zeros(7),
             )
             x = library.make(inputs[comm.rank], dtype)
@@ -539,6 +542,7 @@ async def test_moves_beyond_the_largest_count(comm: Communicator, small_counts: 
 
 # ---------------------------------------------------------------------- order, time, memory
 
+
 async def test_many_collectives_may_be_pending_and_are_awaited_in_any_order(comm: Communicator) -> None:
     """One-step and several-step ones in turn; each result must be its own."""
     works: list[tuple[Any, Callable[[Any], None]]] = []
@@ -547,7 +551,9 @@ async def test_many_collectives_may_be_pending_and_are_awaited_in_any_order(comm
         kind = number % 6
         if kind == 0:
             wanted = sum(rank + number for rank in range(comm.size))
-            works.append((comm.all_reduce(x), lambda got, wanted=wanted: assert_values(got, [wanted] * 3, "all_reduce")))
+            works.append(
+                (comm.all_reduce(x), lambda got, wanted=wanted: assert_values(got, [wanted] * 3, "all_reduce"))
+            )
         elif kind == 1:
             works.append(
                 (

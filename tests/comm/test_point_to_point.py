@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comm.arrays import Library, assert_values, libraries, numbers, torch_library
 
 import mpdist
-from comm.arrays import Library, assert_values, libraries, numbers, torch_library
 from mpdist import ANY_SOURCE, ANY_TAG, Communicator
 from mpdist.progress import channel, wire
 from mpdist.progress.receive import EAGER_BYTES
@@ -70,9 +70,7 @@ async def test_arrays_in_pieces_arrive(comm: Communicator, monkeypatch: pytest.M
                 await exchange(comm, library, dtype, count)
 
 
-async def test_arrays_in_pieces_of_one_tag_arrive_in_order(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_arrays_in_pieces_of_one_tag_arrive_in_order(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PIECE_BYTES", 1000)
     sizes = [5000, 10, 1000, 1001, 0, 9999, 3]
     works = [comm.send(numbers(size, "uint8", size), after(comm), 4) for size in sizes]
@@ -144,7 +142,12 @@ async def test_shapes_do_not_matter_and_0_d_arrays_work(comm: Communicator) -> N
 async def test_read_only_arrays_can_be_sent(comm: Communicator) -> None:
     frozen = np.arange(5)
     frozen.flags.writeable = False
-    for x, dtype in ((frozen, np.int64), (b"abcde", np.uint8), (memoryview(b"abcde"), np.uint8), (np.float32(3), np.float32)):
+    for x, dtype in (
+        (frozen, np.int64),
+        (b"abcde", np.uint8),
+        (memoryview(b"abcde"), np.uint8),
+        (np.float32(3), np.float32),
+    ):
         sent = comm.send(x, after(comm))
         message = await comm.recv()
         await sent
@@ -375,7 +378,7 @@ async def test_a_message_of_another_type_stays_queued(comm: Communicator) -> Non
             with pytest.raises(mpdist.UnsupportedBuffer, match="float32"):
                 await comm.recv(out)
             assert (out == 1).all()
-        with pytest.raises(mpdist.UnsupportedBuffer, match="recv with|with recv"):
+        with pytest.raises(mpdist.UnsupportedBuffer, match="take it with recv"):
             await comm.recv_object()
         message = await comm.recv(np.zeros(count, np.float32))
         await await_later

@@ -182,11 +182,14 @@ async def test_a_task_group_cancels_receives_when_one_fails(comm: Communicator) 
         await asyncio.sleep(0)
         raise ArithmeticError
 
-    with pytest.raises(ExceptionGroup) as caught:
+    async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(wait(work))
             group.create_task(fail())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_all()
     assert [type(error) for error in caught.value.exceptions] == [ArithmeticError]
     assert all(work.cancelled() for work in works)
     await comm.barrier()

@@ -14,9 +14,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-
-import mpdist
-from mpdist import Communicator
 from random_programs.programs import (
     COLLECTIVES,
     GROUPS,
@@ -28,6 +25,9 @@ from random_programs.programs import (
     split_key,
     values,
 )
+
+import mpdist
+from mpdist import Communicator
 
 Check = Callable[[Any], None]
 
@@ -180,9 +180,7 @@ class Execution:
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         room = np.full(step.size, 9, step.dtype) if step.is_into else None
         work = comm.sendrecv(values(step, self._me, step.size), after, room, before, step.tag)
-        self._expect(
-            step, work, lambda message: check_equal(message.data, values(step, part[before], step.size), step)
-        )
+        self._expect(step, work, lambda message: check_equal(message.data, values(step, part[before], step.size), step))
 
     def _cancel_some(self) -> None:
         for work in self._chance.sample(self._unmet, len(self._unmet) // 2):

@@ -101,7 +101,9 @@ def children(step: Step) -> tuple[tuple[int, ...], ...]:
         return step.parts
     if step.kind == "subgroup":
         return tuple(tuple(reversed(part)) for part in step.parts)
-    halves = [[part[place] for place in range(len(part)) if place % 2 == color] for part in step.parts for color in (0, 1)]
+    halves = [
+        [part[place] for place in range(len(part)) if place % 2 == color] for part in step.parts for color in (0, 1)
+    ]
     return tuple(tuple(sorted(half, key=lambda rank: split_key(step, rank))) for half in halves if half)
 
 

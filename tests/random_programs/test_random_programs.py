@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
+from random_programs.execution import Execution
+from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
 from mpdist import Communicator
 from mpdist.progress import channel, wire
-from random_programs.execution import Execution
-from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
 LENGTH = 120
@@ -32,12 +31,11 @@ def test_a_program_is_the_same_on_every_rank_and_has_all_kinds_of_steps() -> Non
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "pieces"])
-def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays and objects whole, or in many small pieces."""
     if request.param:
         monkeypatch.setattr(wire, "PIECE_BYTES", 1500)
         monkeypatch.setattr(channel, "INLINE_OBJECT_BYTES", 300)
-    yield
 
 
 @pytest.mark.ranks(2, 3, 4)
