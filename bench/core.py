@@ -23,9 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, Side, lines, show, summary  # noqa: E402  # beside this script
+from measure import Result, Side, lines, show, summary  # beside this script
 
-import mpdist  # noqa: E402
+import mpdist
 
 KIB, MIB = 1024, 1024**2
 
@@ -196,9 +196,7 @@ class Bench:
         await receive  # the crowd has come before it, and is kept
         return []
 
-    async def dissolve(
-        self, apart: mpdist.Communicator, crowd: int, what: str, waiting: list[mpdist.Work]
-    ) -> None:
+    async def dissolve(self, apart: mpdist.Communicator, crowd: int, what: str, waiting: list[mpdist.Work]) -> None:
         token = np.zeros(1)
         if what == "outstanding receives":
             for number in range(crowd):
