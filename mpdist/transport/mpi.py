@@ -136,11 +136,6 @@ def memory_of(buffer: Buffer) -> Any:
     return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
 
 
-# Groups are made on a communicator that nobody probes: for Comm_create_group Open MPI sends ordinary messages with the
-# caller's tag (seen with 5.0.11), and a probe for any message on that communicator would take them.
-_cradle: MPI.Intracomm | None = None
-
-
 class Transport:
     """Non-blocking calls on one MPI communicator.
 
@@ -288,11 +283,14 @@ class Transport:
         return _transport(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def subgroup(self, ranks: Sequence[int], tag: int) -> Transport:
-        """Collective over `ranks` only."""
-        assert _cradle is not None, "start() comes first"
+        """Collective over `ranks` only.
+
+        Nobody may probe this communicator for any message: Open MPI (5.0.11) makes a group by ordinary
+        messages on it, with the caller's tag.
+        """
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
-        part = _cradle.Create_group(members, tag)
+        part = self.comm.Create_group(members, tag)
         members.Free()
         everyone.Free()
         return Transport(part)
@@ -391,11 +389,8 @@ def start() -> Transport:
     """Start MPI if it is not running and return a duplicate of the world communicator; collective."""
     if MPI.Is_finalized():
         raise RuntimeError("MPI is finalized and cannot be started again in this process")
-    global _cradle
     if not MPI.Is_initialized():  # mpi4py was told not to
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if _cradle is None:
-        _cradle = MPI.COMM_WORLD.Dup()
     return Transport(MPI.COMM_WORLD.Dup())
 
 

@@ -388,6 +388,28 @@ async def test_a_cancelled_receive_into_an_array_leaves_the_message_for_the_next
         await comm.barrier()
 
 
+# ---------------------------------------------------------------------- limits
+
+
+async def test_a_receive_that_takes_longer_than_its_limit_is_withdrawn(comm: Communicator) -> None:
+    work = comm.recv(src=peer(comm), tag=4).within(0.05)
+    with pytest.raises(mpdist.WorkTimeout, match=f"recv from {peer(comm)}, tag 4") as caught:
+        await work
+    assert caught.value.work is work
+    assert isinstance(work.exception(), TimeoutError)
+    assert comm._channel.unfinished() == []
+    await comm.barrier()
+    await send(comm, 4, tag=4)
+    assert (await comm.recv(tag=4).within(20)).data[0] == 4
+
+
+async def test_a_limit_that_is_kept_changes_nothing(comm: Communicator) -> None:
+    works = [comm.recv(tag=1).within(20), comm.all_reduce(np.ones(1)).within(20), comm.barrier().within(20)]
+    await comm.send(np.ones(1), peer(comm), 1).within(20)
+    message, total, nothing = await asyncio.gather(*works)
+    assert (message.count, total[0], nothing) == (1, 2, None)
+
+
 # ---------------------------------------------------------------------- failures that nobody sees
 
 
