@@ -28,7 +28,7 @@ if "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False
 from mpi4py import MPI
 
-from mpdist.errors import Unavailable
+from mpdist.errors import Unavailable, UsageError
 from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.transport.facts import FAMILIES
 
@@ -381,7 +381,7 @@ def _sliced(post: Callable[[Any, Any], Request], x: Buffer | None, out: Buffer |
 def wrap(comm: object) -> Transport:
     """A Transport over a duplicate of an mpi4py communicator; collective."""
     if not isinstance(comm, MPI.Intracomm):
-        raise TypeError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
+        raise UsageError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
     return Transport(comm.Dup())
 
 
