@@ -265,7 +265,7 @@ async def test_a_wait_for_finished_ranks_ends_the_job(
     task = asyncio.create_task(waiter(post(comm)))
     begin = time.monotonic()
     await asyncio.wait([task, asyncio.create_task(until(lambda: stuck, 4))], return_when="FIRST_COMPLETED")
-    assert 1 <= time.monotonic() - begin < 3 or what != "collective"
+    assert 0.8 <= time.monotonic() - begin < 4 or what != "collective"
     if what == "collective":
         assert re.match(rf"rank 0 waits in {words}", stuck[0])
     else:
@@ -301,7 +301,7 @@ async def test_the_main_thread_that_waits_for_finished_ranks_ends_the_job(
     begin = time.monotonic()
     with pytest.raises(mpdist.WorkTimeout):
         await work
-    assert 1 <= time.monotonic() - begin < 3
+    assert 0.8 <= time.monotonic() - begin < 4  # counted from the last move, which came a little before
     assert re.match(rf"rank 0 waits in {words}", stuck[0])
     await release(comm)
 
