@@ -387,18 +387,24 @@ class ArrayReceive(Receive):
     def _land(self, handle: Any, source: int, tag: int) -> None:
         """Let MPI write a message that may still be with its sender."""
         engine = self._channel.engine
-        _, nbytes, _ = self._memory
-        self._incoming = Incoming(None, source, tag, self._element.code, nbytes)
-        self._request = handle.Irecv(self._memory)
-        self._steps = self._landed(self._incoming)
+        element = self._element
+        x, nbytes, _ = self._memory
+        request = handle.Irecv(self._memory)
         engine.credit -= message_credit(nbytes)
+        self._result = Message(x, source, tag, nbytes // element.itemsize, nbytes, element)
+        test = request.Test
         for _ in engine.quick_polls:
-            if self._advance():
+            if test():
+                self._done = True
+                self._channel.ring(source)  # its send is complete now
                 return
+        self._incoming = Incoming(None, source, tag, element.code, nbytes)
+        self._request = request
+        self._steps = self._landed()
         engine.active.append(self)
 
-    def _landed(self, incoming: Incoming) -> Generator[Request, None, Message]:
-        return self._message(incoming, self._buffer)
+    def _landed(self) -> Generator[Request, None, Message]:
+        return self._result
         yield  # a program without further steps
 
     def _announce(self) -> None:
