@@ -350,6 +350,8 @@ class ArrayReceive(Receive):
                 want = element.code if any_user_tag else self.tag << wire.CODE_BITS | element.code
                 improbe = channel.improbe
                 any_source, any_tag, status = channel.any_message
+                # Made while the message is still under way; where it came from is filled in.
+                message = Message(x, src, self.tag, nbytes // element.itemsize, nbytes, element)
                 try:
                     for _ in engine.quick_polls:
                         handle = improbe(any_source, any_tag, status)
@@ -360,12 +362,13 @@ class ArrayReceive(Receive):
                         if mpi_tag & mask == want and (source == src or src < 0) and status.count == nbytes:
                             box.sole = None
                             box.receives = self.order = 0
-                            tag = mpi_tag >> wire.CODE_BITS
+                            message.src = source
+                            message.tag = mpi_tag >> wire.CODE_BITS
+                            self._result = message
                             if nbytes > EAGER_BYTES:
-                                self._land(handle, source, tag)
+                                self._land(handle, message)
                                 break
                             handle.Recv(self._memory)
-                            self._result = Message(x, source, tag, nbytes // element.itemsize, nbytes, element)
                             self._done = True
                             engine.credit -= 1
                             break
@@ -384,21 +387,18 @@ class ArrayReceive(Receive):
             raise self._seen_error()
         return self._result
 
-    def _land(self, handle: Any, source: int, tag: int) -> None:
+    def _land(self, handle: Any, message: Message) -> None:
         """Let MPI write a message that may still be with its sender."""
         engine = self._channel.engine
-        element = self._element
-        x, nbytes, _ = self._memory
         request = handle.Irecv(self._memory)
-        engine.credit -= message_credit(nbytes)
-        self._result = Message(x, source, tag, nbytes // element.itemsize, nbytes, element)
+        engine.credit -= message_credit(message.nbytes)
         test = request.Test
         for _ in engine.quick_polls:
             if test():
                 self._done = True
-                self._channel.ring(source)  # its send is complete now
+                self._channel.ring(message.src)  # its send is complete now
                 return
-        self._incoming = Incoming(None, source, tag, element.code, nbytes)
+        self._incoming = Incoming(None, message.src, message.tag, self._element.code, message.nbytes)
         self._request = request
         self._steps = self._landed()
         engine.active.append(self)
