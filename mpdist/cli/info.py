@@ -116,7 +116,7 @@ def mpi_section(facts: MpiFacts, launcher: Launcher | str, environ: Mapping[str,
     hosts = {host: [rank for rank, h in enumerate(facts.hosts) if h == host] for host in dict.fromkeys(facts.hosts)}
     section = {
         "library": f"{facts.version}, MPI {facts.standard}",
-        "description": facts.library,
+        "description": facts.description,
         "path": facts.path or "unknown",
         "thread level": facts.thread_level,
         "CUDA-aware": facts.cuda,

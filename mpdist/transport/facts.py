@@ -61,7 +61,7 @@ class MpiFacts:
 
     Attributes:
         family: mpich, openmpi or other: whose launcher it needs.
-        library: first line of the library's own description.
+        description: first line of the library's own words.
         path: of the shared library; empty if unknown.
         thread_level: single, funneled, serialized or multiple.
         hosts: host of each rank.
@@ -73,7 +73,7 @@ class MpiFacts:
     family: str
     version: str
     standard: str
-    library: str
+    description: str
     path: str
     thread_level: str
     rank: int
@@ -128,7 +128,7 @@ def gather_facts() -> MpiFacts:
         family=FAMILIES.get(name, "other"),
         version=f"{name} {'.'.join(map(str, version))}",
         standard=".".join(map(str, mpi.Get_version())),
-        library=mpi.Get_library_version().strip("\0\n ").splitlines()[0],
+        description=mpi.Get_library_version().strip("\0\n ").splitlines()[0],
         path=path,
         thread_level=_thread_level(mpi),
         rank=world.Get_rank(),

@@ -29,7 +29,7 @@ if "mpi4py.MPI" not in sys.modules:
 from mpi4py import MPI
 
 from mpdist.errors import Unavailable, UsageError
-from mpdist.memory import Buffer, Element, as_buffer
+from mpdist.memory import Buffer, as_buffer
 from mpdist.transport.facts import FAMILIES
 
 # Open MPI 5 has MPI 3.1's 32-bit counts; the slices are kept the same on every MPI.
@@ -167,11 +167,6 @@ class Transport:
     def together(requests: list[Request]) -> Request:
         """Several requests as one."""
         return Requests(requests)
-
-    @staticmethod
-    def can_reduce(element: Element) -> bool:
-        """Whether MPI itself reduces this type; the half types are widened by us instead."""
-        return element.name in _DATATYPES
 
     # ------------------------------------------------------------------ collectives
 
@@ -422,11 +417,3 @@ def is_running() -> bool:
 def abort(code: int) -> None:
     """End every rank of the job."""
     MPI.COMM_WORLD.Abort(code)
-
-
-def world_rank_and_size() -> tuple[int, int]:
-    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-
-def processor_name() -> str:
-    return MPI.Get_processor_name()

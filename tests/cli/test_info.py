@@ -17,7 +17,7 @@ from mpdist.errors import Unavailable
 from mpdist.transport.facts import Launched, MpiFacts, launch_mismatch, launched_as
 
 FACTS = MpiFacts(
-    family="mpich", version="MPICH 5.0.2", standard="5.0", library="MPICH Version: 5.0.2", path="libmpi.so",
+    family="mpich", version="MPICH 5.0.2", standard="5.0", description="MPICH Version: 5.0.2", path="libmpi.so",
     thread_level="multiple", rank=0, hosts=["a", "a", "b"], cuda="no", ulfm="no", reduces=["int8", "float32"],
 )  # fmt: skip
 HYDRA = Launcher("mpiexec", Kind.MPICH, "hydra 5.0.2")
