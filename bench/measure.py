@@ -26,7 +26,8 @@ class Result:
         case: what was measured.
         ours, theirs: median over the rounds, in `unit`.
         ratio: median over the rounds of ours / theirs.
-        target, stretch: the ratio is to be at most this.
+        low, high: its quartiles.
+        target, stretch: the ratio is to be at most this; at least, if `larger_is_better`.
     """
 
     case: str
@@ -41,6 +42,14 @@ class Result:
     rounds: int
     target: float | None = None
     stretch: float | None = None
+    larger_is_better: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the target is reached; also where there is none."""
+        if self.target is None:
+            return True
+        return self.ratio >= self.target if self.larger_is_better else self.ratio <= self.target
 
 
 def summary(
@@ -53,13 +62,14 @@ def summary(
     unit: str = "us",
     target: float | None = None,
     stretch: float | None = None,
+    larger_is_better: bool = False,
 ) -> Result:
     """Medians, and the quartiles of the ratio."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, _, high = np.percentile(ratios, [25, 50, 75])
     return Result(
         case, ranks, mpi, statistics.median(ours), statistics.median(theirs), unit,
-        statistics.median(ratios), float(low), float(high), len(ratios), target, stretch,
+        statistics.median(ratios), float(low), float(high), len(ratios), target, stretch, larger_is_better,
     )  # fmt: skip
 
 
@@ -72,13 +82,14 @@ def show(results: list[Result], stream: IO[str] | None = None) -> None:
         raise SystemExit("this benchmark prints with rich: pip install 'mpdist[bench]'") from None
     table = Table("what", "ranks", "mpdist", "other", "ratio", "quartiles", "target", "")
     for each in results:
-        met = each.target is None or each.ratio <= each.target
+        sign = ">=" if each.larger_is_better else "<="
+        verdict = "[green]met[/]" if each.is_met else "[red]missed[/]"
         table.add_row(
             each.case, str(each.ranks), f"{each.ours:.4g} {each.unit}", f"{each.theirs:.4g} {each.unit}",
             f"{each.ratio:.2f}", f"{each.low:.2f} - {each.high:.2f}",
-            "" if each.target is None else f"<= {each.target:g}", "[green]met[/]" if met else "[red]missed[/]",
+            "" if each.target is None else f"{sign} {each.target:g}", verdict,
         )  # fmt: skip
-    Console(file=stream, width=130).print(table)
+    Console(file=stream, width=140).print(table)
 
 
 def lines(results: list[Result]) -> str:

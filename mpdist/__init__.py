@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
         WorkTimeout,
     )
+    from mpdist.gradients import GradientAverager, average
     from mpdist.memory import ReduceOp, premul_sum
     from mpdist.progress import Message, Work
     from mpdist.runtime import finalize, init, run
@@ -48,6 +49,7 @@ _HOMES = {
         "UsageError",
         "WorkTimeout",
     ),
+    "mpdist.gradients": ("GradientAverager", "average"),
     "mpdist.memory": ("ReduceOp", "premul_sum"),
     "mpdist.progress": ("Message", "Work"),
     "mpdist.runtime": ("finalize", "init", "run"),
@@ -62,6 +64,7 @@ __all__ = [
     "CommRevoked",
     "CommunicationError",
     "Communicator",
+    "GradientAverager",
     "InvalidRank",
     "Message",
     "MessageTruncated",
@@ -74,6 +77,7 @@ __all__ = [
     "UsageError",
     "Work",
     "WorkTimeout",
+    "average",
     "finalize",
     "init",
     "premul_sum",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpdist.errors import UsageError
 
@@ -28,9 +28,39 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
+ALGORITHMS = ("auto", "native", "shared", "hierarchical")
+Choice: TypeAlias = str
+"""One of ALGORITHMS."""
+
+
+def _folder(text: str) -> str:
+    if text and not os.path.isdir(text):
+        raise ValueError(text)
+    return text
+
+
+def _algorithm(text: str) -> str:
+    if text not in ALGORITHMS:
+        raise ValueError(text)
+    return text
+
+
+Folder: TypeAlias = str
+"""Path of a folder; empty: none."""
+
 # type -> (reader, what a valid value looks like)
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "bool": (_boolean, "0, 1, true, false, yes, no, on or off"),
+    "int": (_count, "a whole number >= 0"),
+    "str": (str, "a path"),
+    "Folder": (_folder, "a folder that exists, of a memory file system"),
+    "Choice": (_algorithm, f"one of {', '.join(ALGORITHMS)}"),
     "float": (_seconds, "a number of seconds >= 0"),
 }
 
@@ -44,11 +74,24 @@ class Config:
     report_after: float = 60.0
     """Seconds after which an operation that still waits is diagnosed on stderr; 0 never."""
     debug: bool = False
-    """Compare every collective's arguments between ranks before it runs."""
+    """Compare every collective's arguments between ranks before it runs; watch the memory of pending operations."""
     allow_pickle: bool = True
     """Allow object operations, which unpickle what other ranks send."""
     progress_thread: bool = False
     """Advance pending operations in a thread of their own, also while Python computes."""
+
+    algorithm: Choice = "auto"
+    """Force an algorithm of the large collectives where it can be used, instead of choosing one by size."""
+    tuning: str = ""
+    """Thresholds that `mpdist bench --tune` has written; default mpdist/tuning.json in the user's configuration."""
+    shared_memory: bool = True
+    """Let the ranks of a node share memory; else collectives and `comm.empty` take private memory."""
+    reach: bool = True
+    """Let the ranks of a node read and write each other's private memory through the kernel, where it allows that."""
+    ranks_per_node: int = 0
+    """Take so many ranks of a node for a node of their own, to try on one what is done between nodes; 0: as it is."""
+    shared_memory_dir: Folder = ""
+    """Folder of a memory file system to make shared memory in; default: in memory without a name."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -20,6 +20,7 @@ from mpdist.errors import UsageError
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
 from mpdist.progress.receive import Receive
+from mpdist.progress.sending import send
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -119,9 +120,9 @@ def _meet(meeting: Channel, members: Sequence[int], tag: int, token: np.ndarray)
         for member in others:
             yield Arrival(meeting, member, tag, token)
         for member in others:
-            meeting.send(as_buffer(token), member, tag)
+            send(meeting, as_buffer(token), member, tag)
     else:
-        meeting.send(as_buffer(token), first, tag)
+        send(meeting, as_buffer(token), first, tag)
         yield Arrival(meeting, first, tag, token)
 
 
@@ -129,7 +130,7 @@ class Arrival:
     """The report of one member, as a request."""
 
     def __init__(self, meeting: Channel, src: int, tag: int, token: np.ndarray) -> None:
-        self._receive = meeting.receive(Receive(meeting, None, src, tag))
+        self._receive = meeting.inbox.receive(Receive(meeting, None, src, tag))
         self._token = token
 
     def Test(self) -> bool:

@@ -7,7 +7,7 @@ nothing but the header, and raise with the root's reason.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,17 +54,25 @@ class Header:
 def pack(headers: list[Header]) -> Buffer:
     """Headers as a buffer of NBYTES each."""
     block = np.zeros((len(headers), NBYTES), np.uint8)
+    last: Header | None = None
+    text = b""
     for row, header in zip(block, headers, strict=True):
-        text = json.dumps(asdict(header)).encode()
-        if len(text) > NBYTES:
-            text = json.dumps(asdict(Header(refusal=_shortened(header.refusal)))).encode()
+        if header is not last:  # even blocks have one header for all
+            last, text = header, _encoded(header)
         row[: len(text)] = np.frombuffer(text, np.uint8)
     return as_buffer(block)
 
 
+def _encoded(header: Header) -> bytes:
+    text = json.dumps(vars(header)).encode()
+    if len(text) > NBYTES:
+        return json.dumps(vars(Header(refusal=_shortened(header.refusal)))).encode()
+    return text
+
+
 def _shortened(text: str) -> str:
     """As much of it as a header holds, whatever its characters take in JSON."""
-    empty = len(json.dumps(asdict(Header())))
+    empty = len(json.dumps(vars(Header())))
     while len(json.dumps(text)) + empty > NBYTES:
         text = text[: len(text) * 7 // 8 - 4] + " ..."
     return text

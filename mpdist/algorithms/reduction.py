@@ -8,23 +8,18 @@ after    half types are narrowed, rounded once; avg divides
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mpdist.memory import (
-    BY_NAME,
     Buffer,
     Element,
+    Folder,
     ReduceOp,
     as_buffer,
     check_op,
-    finish,
-    narrow_into,
-    premultiply,
-    widen,
 )
-
-_FLOAT32 = BY_NAME["float32"]
 
 
 @dataclass(frozen=True)
@@ -49,16 +44,19 @@ class Reduction:
         scaled = op.name in ("avg", "premul_sum")
         return cls(op, element, size, "sum" if scaled else op.name, not (element.is_half or scaled))
 
+    @cached_property
+    def folder(self) -> Folder:
+        """The same in NumPy, for slices of all ranks; but for premul_sum, where each rank has a factor of its own."""
+        return Folder(self.op, self.element, self.size)
+
     def enter(self, x: Buffer) -> Buffer:
         """x as MPI is to get it: x itself, or a new buffer."""
-        if self.element.is_half:
-            wide = widen(x.array(), self.element)
-            if self.op.factor is not None:
-                wide *= np.float32(self.op.factor)  # type: ignore[arg-type]  # check_op lets no complex factor through
-            return as_buffer(wide)
-        if self.op.factor is not None:
-            return as_buffer(premultiply(self.op, x.array(), self.element))
-        return x
+        if self.is_direct or (self.op.factor is None and not self.element.is_half):
+            return x
+        factors = None if self.op.factor is None else [self.op.factor]
+        entered = np.empty(x.count, np.float32 if self.element.is_half else self.element.storage)
+        Folder(self.op, self.element, None, factors).fold([x.array()], [entered])
+        return as_buffer(entered)
 
     def room(self, out: Buffer) -> Buffer:
         """Where MPI is to write: out itself, or a new buffer."""
@@ -67,10 +65,5 @@ class Reduction:
     def leave(self, result: Buffer, out: Buffer, terms: int | None = None) -> None:
         """MPI's result, which reduces `terms` arrays (missing: one of each rank), into out."""
         terms = self.size if terms is None else terms
-        if self.element.is_half:
-            finish(self.op, result.array(), terms, _FLOAT32)
-            narrow_into(result.array(), out.array(), self.element)
-            return
-        if result is not out:
-            out.array()[:] = result.array()
-        finish(self.op, out.array(), terms, self.element)
+        if result is not out or self.op.name == "avg":
+            Folder(self.op, self.element, terms).fold([result.array()], [out.array()])

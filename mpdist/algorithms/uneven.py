@@ -3,11 +3,13 @@
 Blocks travel packed one behind the other; results are views of one allocation.
 A rank whose `out` does not fit takes its blocks all the same, into scratch memory,
 and fails afterwards: the others rely on it, and the next collective on the order.
+Where MPI counts with 32 bits and one rank would have more elements than that, all
+refuse, before the data: totals travel beside the headers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms.header import Header, pack, room, unpack
-from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
+from mpdist.errors import SizeMismatch, Unavailable, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, Element, allocate, allocate_like, as_buffer
 from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
-    from mpdist.transport.mpi import Transport
+    from mpdist.transport.mpi import Request, Transport
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,23 @@ class Parcel:
         return cls([Header(refusal=text)] * size)
 
 
-def scatter(transport: Transport, parcel: Parcel | None, out: Buffer | None, src: int, like: object) -> Steps[Any]:
+Spread = Callable[["Transport", Buffer | None, Buffer, int], Steps[None]]
+"""Hands even blocks of a root out: x, out, src."""
+
+
+def scatter(
+    transport: Transport, spread: Spread, parcel: Parcel | None, out: Buffer | None, src: int, like: object
+) -> Steps[Any]:
     """Blocks of src, one for each rank; the others give no parcel."""
     mine = room(1)
+    if parcel is not None:
+        parcel = _limited(parcel, transport.max_total)
     yield transport.iscatter(None if parcel is None else pack(parcel.heads), mine, src)
     head = unpack(mine)[0].check()
     target, misfit = _target(out, like, head)
     unit = head.element.itemsize
     if head.is_even:
-        yield transport.iscatter(None if parcel is None else parcel.packed, target, src)
+        yield from spread(transport, None if parcel is None else parcel.packed, target, src)
     elif parcel is None:
         yield transport.iscatterv(None, (), unit, target, src)
     else:
@@ -67,7 +77,9 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
     """Blocks of any size to dst, which gets a list."""
     is_dst = transport.rank == dst
     heads = room(transport.size) if is_dst else None
-    yield transport.igather(pack([Header.of(x)]), heads, dst)
+    totals = np.array([x.count])
+    yield _with_totals(transport, transport.igather(pack([Header.of(x)]), heads, dst), totals)
+    _check_totals(transport, totals)
     if heads is None:
         yield transport.igatherv(x, None, (), x.element.itemsize, dst)
         return None
@@ -81,6 +93,7 @@ def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, l
     """Blocks of any size to all."""
     heads = room(transport.size)
     yield transport.iall_gather(pack([Header.of(x)]), heads)
+    _check_totals(transport, np.array([sum(prod(head.shape) for head in unpack(heads))]))
     landing = Landing(unpack(heads), outs, like)
     yield transport.iall_gatherv(x, landing.packed, landing.counts, landing.unit)
     return landing.results()
@@ -91,11 +104,45 @@ def all_to_all(
 ) -> Steps[Any]:
     """Block r of each rank to rank r."""
     heads = room(transport.size)
-    yield transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
+    totals = np.zeros((2, transport.size), np.int64)
+    totals[0] = [block.count for block in blocks]  # summed: what each rank receives
+    totals[1, transport.rank] = totals[0].sum()  # what each rank sends
+    heading = transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
+    yield _with_totals(transport, heading, totals)
+    _check_totals(transport, totals)
     landing = Landing(unpack(heads), outs, like)
     sent = [block.nbytes // landing.unit for block in blocks]
     yield transport.iall_to_allv(concatenated(blocks), sent, landing.packed, landing.counts, landing.unit)
     return landing.results()
+
+
+def _with_totals(transport: Transport, headers: Request, totals: np.ndarray[Any, Any]) -> Request:
+    """The headers, and at the same time the sum of the totals over all ranks; only where there is a limit."""
+    if transport.max_total is None:
+        return headers
+    return transport.together([headers, transport.iall_reduce(None, as_buffer(totals, writable=True), "sum")])
+
+
+def _check_totals(transport: Transport, totals: np.ndarray[Any, Any]) -> None:
+    """Raise Unavailable on all ranks if one has too much."""
+    largest = int(totals.max())
+    if transport.max_total is not None and largest > transport.max_total:
+        raise Unavailable(_too_many(largest, transport.max_total))
+
+
+def _limited(parcel: Parcel, max_total: int | None) -> Parcel:
+    """The root's blocks, or its refusal if they are too much together."""
+    total = sum(prod(head.shape) for head in parcel.heads)
+    if max_total is None or total <= max_total or parcel.heads[0].is_even or parcel.packed is None:
+        return parcel
+    return Parcel.refused(_too_many(total, max_total), len(parcel.heads))
+
+
+def _too_many(total: int, max_total: int) -> str:
+    return (
+        f"uneven blocks of {total} elements on one rank: this MPI counts with 32 bits, so there may be {max_total} "
+        "in all; use blocks of equal size, or several calls"
+    )
 
 
 def concatenated(blocks: Sequence[Buffer]) -> Buffer:

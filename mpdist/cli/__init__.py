@@ -1,4 +1,4 @@
-"""Command line: `mpdist run` starts a job, `mpdist info` describes the installation."""
+"""Command line: `mpdist run` starts a job, `mpdist bench` measures, `mpdist info` describes the installation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def _info(options: argparse.Namespace) -> int:
     return info(options)
 
 
-_COMMANDS = {"run": _run, "info": _info}
+def _bench(options: argparse.Namespace) -> int:
+    from mpdist.cli.bench import bench
+
+    return bench(options)
+
+
+_COMMANDS = {"run": _run, "bench": _bench, "info": _info}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands.add_parser("run", help="start a Python program on N ranks", allow_abbrev=False))
+    _add_bench(commands.add_parser("bench", help="measure collectives on this machine", allow_abbrev=False))
     _add_info(commands.add_parser("info", help="describe this installation", allow_abbrev=False))
     return parser
 
@@ -68,6 +75,34 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print the command and do nothing")
     add("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     add("program", nargs=argparse.REMAINDER, help="script.py or module, and its arguments")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Time of each operation by size, by mpdist and by its rivals in turn, in one run, every result checked. Sizes "
+        "and bandwidths are those of nccl-tests. Starts its ranks itself, or is started by a launcher."
+    )
+    add = parser.add_argument
+    add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
+    add("--sizes", metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
+    add("--factor", type=int, help="from one size to the next (default 4; with --tune 2)")
+    add("-n", "--ranks", type=_positive, default=2, metavar="N", help="number of ranks (default 2)")
+    add(
+        "--rivals", metavar="RIVAL,...",
+        help="raw: mpi4py, blocking and not; tuned: the same in a second job whose MPI is tuned for one node; gloo: "
+        "torch.distributed (default: all that are there)",
+    )  # fmt: skip
+    add("--seconds", type=float, help="for the rounds of one operation at one size (default 0.5; with --tune 0.2)")
+    add("--json", metavar="FILE", help="add one JSON line for each case to this file")
+    add("--plot", metavar="FILE.png", help="write a picture")
+    add("--tune", action="store_true", help="measure each algorithm forced, and write this machine's thresholds")
+    add("--mpi", choices=["auto", "mpich", "openmpi"], default="auto", help="as of mpdist run")
+    add("--mpiexec", metavar="PATH", help="as of mpdist run")
+    add("--hostfile", metavar="FILE", help="as of mpdist run")
+    add("--launcher-arg", action="append", default=[], metavar="ARG", help="as of mpdist run")
+    # Of the jobs that it starts: who takes part, and where the cases go.
+    add("--contender", action="append", help=argparse.SUPPRESS)
+    add("--results", help=argparse.SUPPRESS)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:

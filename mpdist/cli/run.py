@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mpdist.cli import warden
 from mpdist.cli.job import Job, Rank, Verdict
@@ -47,6 +48,7 @@ from mpdist.cli.launcher import (
     launch_command,
     launch_variables,
 )
+from mpdist.cli.torch_variables import common_variables
 from mpdist.errors import UsageError
 from mpdist.transport.facts import RANK_VARIABLES
 
@@ -78,8 +80,10 @@ def run(options: argparse.Namespace) -> int:
         is_local=is_local(options.hostfile, options.launcher_arg, os.environ),
     )
     program = rank_program(options, launcher.kind)
-    variables = launch_variables(launcher.kind, place)
-    exported = [] if place.is_local else exported_variables({**os.environ, warden.RUN_VARIABLE: ""})
+    hosts = Path(options.hostfile).read_text().splitlines() if options.hostfile else []
+    common = common_variables(place.ranks, hosts, os.environ, is_local=place.is_local)
+    variables = launch_variables(launcher.kind, place) | common
+    exported = [] if place.is_local else [*exported_variables({**os.environ, warden.RUN_VARIABLE: ""}), *common]
     command = launch_command(launcher, place, exported, program)
     if options.verbose or options.dry_run:
         words = [*(f"{name}={value}" for name, value in variables.items()), *command]

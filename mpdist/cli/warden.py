@@ -28,7 +28,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 RUN_VARIABLE = "MPDIST_RUN"  # set by `mpdist run`, taken away from the rank: job, secret, addresses
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -45,6 +45,12 @@ VERDICT_SECONDS = 10.0
 PARENT_SECONDS = 0.5
 
 PR_SET_PDEATHSIG = 1
+
+# By which launchers tell a process its place on its host.
+LOCAL_VARIABLES = (
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,6 +110,15 @@ def exit_status(wait_status: int) -> int:
 def is_success(wait_status: int, records: Sequence[str]) -> bool:
     """Status 0 counts; once mpdist was started, only with the agreement of all ranks."""
     return wait_status == 0 and ("done" in records or "used" not in records)
+
+
+def rank_variables(rank: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What scripts written for `torchrun` read, of this rank; see torch_variables.py for the rest."""
+    found = {"RANK": rank}
+    for local_rank, local_size in LOCAL_VARIABLES:
+        if local_rank in environ and local_size in environ:
+            found |= {"LOCAL_RANK": environ[local_rank], "LOCAL_WORLD_SIZE": environ[local_size]}
+    return found
 
 
 def say_goodbye_to_hydra() -> None:
@@ -194,6 +209,7 @@ class Warden:
             os.set_inheritable(records, True)
             os.environ["MPDIST_COMPLETION_FD"] = str(records)
             os.environ["MPDIST_COMPLETION_PID"] = str(os.getpid())
+            os.environ.update(rank_variables(self.rank, os.environ))
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as it was before this interpreter ignored it
             os.execvp(command[0], list(command))
         except BaseException as error:

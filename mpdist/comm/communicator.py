@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
 from mpdist.comm.objects import Objects
@@ -38,13 +39,16 @@ class Communicator(Objects, Collectives, Groups):
 
     def __init__(self, engine: Engine, transport: Transport, name: str, ranks: Sequence[int]) -> None:
         self._channel = Channel(engine, transport, name, ranks)
-        self._channel.check = engine.check
+        if engine.on_channel is not None:
+            engine.on_channel(self._channel)
         self.rank = transport.rank
         self.size = transport.size
         self.name = name
         self.ranks = tuple(ranks)
         self.allow_pickle = engine.allow_pickle
         self._reductions = {}
+        self._ordered = ordered_algorithms(engine, ranks)
+        self._large, self._large_from = large_algorithms(engine, ranks)
         self._subgroups_made = {}
         self._owner_pid = os.getpid()
         self._node: Communicator | None = None
@@ -109,8 +113,14 @@ class Communicator(Objects, Collectives, Groups):
     # ------------------------------------------------------------------ memory
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
-        """An array in memory that communicates best; a local call."""
-        return np.empty(shape, dtype)
+        """An array in memory that all ranks of this node can read, so that collectives copy nothing; a local call.
+
+        It is an ordinary NumPy array, not initialised; `torch.from_numpy` makes a tensor of it. Its memory is given
+        back when the last array or tensor on it goes, at any time. Where there is no shared memory left it is
+        private memory, and stderr says so once.
+        """
+        shared = self._channel.engine.shared
+        return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
 
     def __repr__(self) -> str:
         state = ", closed" if self._channel.is_closed else ""

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -113,25 +114,24 @@ class Groups(Operations):
 
     def _close(self) -> Work[None]:
         channel = self._channel
-        work: Work[None] = channel.post(
-            "close", groups.close, str, lambda: not channel.unfinished(), lambda: self._closed("it was closed")
-        )
+        closed = partial(self._closed, "it was closed", together=True)
+        work: Work[None] = channel.post("close", groups.close, str, lambda: not channel.unfinished(), closed)
         if not work.done():
             channel.refuse("close() was called")
         return work
 
-    def _closed(self, why: str) -> None:
+    def _closed(self, why: str, together: bool = False) -> None:
         """Close it here; its communicator of the node, which is used through it, too."""
         if self._node is not None:
-            self._node._closed(why)
-        unclaimed = self._channel.unclaimed()
+            self._node._closed(why, together)
+        unclaimed = self._channel.inbox.unclaimed()
         if unclaimed:
             print(
                 f"mpdist: {self._channel.where()} is closed with {len(unclaimed)} messages that nobody received: "
                 f"{'; '.join(unclaimed[:4])}",
                 file=sys.stderr,
             )
-        self._channel.close(why)
+        self._channel.close(why, together)
 
     async def __aenter__(self) -> Any:
         return self

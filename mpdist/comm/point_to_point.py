@@ -14,7 +14,8 @@ from mpdist.memory import BY_DTYPE, overlap
 from mpdist.progress import wire
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
-from mpdist.progress.receive import ArrayReceive, Probe, Receive, ReceiveEither, ReceiveObject
+from mpdist.progress.receive import Probe, Receive, ReceiveEither, ReceiveObject
+from mpdist.progress.sending import posted, send, send_frames
 from mpdist.progress.sendrecv import SendReceive
 
 if TYPE_CHECKING:
@@ -41,24 +42,23 @@ class PointToPoint(Operations):
             UnsupportedBuffer: strided, Fortran-ordered, or of a type that cannot be sent.
             InvalidRank: no such rank.
         """
+        # The latency path: what the general one does, without a Buffer. What is wrong raises before anything is posted,
+        # a strided array in mpi4py; then the general one says what.
+        if type(x) is not ndarray or not type(dst) is type(tag) is int or (x.ndim != 1 and not x.flags.c_contiguous):
+            return self._send(x, dst, tag)
         channel = self._channel
-        if (
-            type(x) is ndarray
-            and (element := BY_DTYPE.get(x.dtype)) is not None
-            and type(dst) is type(tag) is int
-            and 0 <= dst < self.size
-            and 0 <= tag <= channel.max_tag
-            and dst != self.rank
-            and (nbytes := x.nbytes) <= wire.PIECE_BYTES
-            and x.flags.c_contiguous
-        ):  # the latency path: what the general one does, without a Buffer
-            if channel.flags[channel.world_ranks[dst]]:
-                channel.ring(dst)
-            return channel.posted(
-                channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | element.code), dst, tag, x
-            )
+        if dst not in channel.others or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > wire.PIECE_BYTES:
+            return self._send(x, dst, tag)
         try:
-            return channel.send(host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
+            code = BY_DTYPE[x.dtype].code
+            request = channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | code)
+        except (BufferError, KeyError):
+            return self._send(x, dst, tag)
+        return posted(channel, request, dst, tag, x)
+
+    def _send(self, x: object, dst: int, tag: int) -> Work[None]:
+        try:
+            return send(self._channel, host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
         except UsageError as error:
             raise self._explained("send", error) from error.__cause__
 
@@ -73,8 +73,11 @@ class PointToPoint(Operations):
 
         Returns:
             A Work of the Message; `message.data` is the array, `message.count` the number of elements received.
-            A message that does not fit fails the Work (MessageTruncated, UnsupportedBuffer) and stays queued.
-            Cancelling it, or its await, loses no message.
+            A message that does not fit fails the Work (MessageTruncated, UnsupportedBuffer) and stays queued, as does
+            one for which there is no memory (CommunicationError).
+            Cancelling its await loses no message: the next receive that matches gets it. A message that was already
+            on its way into `x` goes on, so `x` is still written after the cancellation, until that next receive is
+            done: it gets a copy of the data; give it memory of its own, not `x`. `work.cancel()` is False then.
 
         Raises:
             UnsupportedBuffer: `x` is read-only, strided, or of a type that cannot be received.
@@ -89,13 +92,11 @@ class PointToPoint(Operations):
             and (nbytes := x.nbytes) <= wire.PIECE_BYTES
             and x.flags.carray
         ):  # the latency path, as in send
-            return channel.receive(
-                ArrayReceive(
-                    channel, x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
-                )
+            return channel.inbox.receive_array(
+                x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
             )
         try:
-            return channel.receive(
+            return channel.inbox.receive(
                 Receive(
                     channel,
                     None if x is None else host_buffer(x, writable=True),
@@ -133,7 +134,7 @@ class PointToPoint(Operations):
             A Work of a Message without data. `message.recv(x=None)` receives it; no other receive gets it.
         """
         probe = Probe(self._channel, None, *self._pattern(src, tag))
-        return self._channel.receive(probe)  # type: ignore[return-value]  # a probe's Message is a ProbedMessage
+        return self._channel.inbox.receive(probe)  # type: ignore[return-value]  # a probe's Message is a ProbedMessage
 
     def _pattern(self, src: Source, tag: Tag) -> tuple[int, int]:
         return (
@@ -145,13 +146,13 @@ class PointToPoint(Operations):
     def send_object(self, item: object, dst: int, tag: int = 0) -> Work[None]:
         """Send anything that pickles; arrays in it travel without copy, and must not change until it is done."""
         self._check_pickle()
-        return self._channel.send_frames(encode(item), self._rank(dst, "dst"), self._tag(tag))
+        return send_frames(self._channel, encode(item), self._rank(dst, "dst"), self._tag(tag))
 
     @operation
     def recv_object(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[Message]:
         """Receive an object; `message.data` is it."""
         self._check_pickle()
-        return self._channel.receive(ReceiveObject(self._channel, None, *self._pattern(src, tag)))
+        return self._channel.inbox.receive(ReceiveObject(self._channel, None, *self._pattern(src, tag)))
 
     async def messages(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> AsyncIterator[Message]:
         """Messages as they come, arrays and objects, until the communicator is closed.
@@ -162,7 +163,7 @@ class PointToPoint(Operations):
         kind = ReceiveEither if self.allow_pickle else Receive
         while True:
             try:
-                message = await self._channel.receive(kind(self._channel, None, *pattern))
+                message = await self._channel.inbox.receive(kind(self._channel, None, *pattern))
             except ClosedError:
                 return
             yield message

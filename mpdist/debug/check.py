@@ -7,12 +7,13 @@ them skip the call, and the communicator stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpdist.debug.fingerprint import NBYTES, Call, describe_mismatch, is_mismatch
+from mpdist.debug.guard import guard, guarded
 from mpdist.debug.lines import caller
 from mpdist.errors import CollectiveMismatch
 from mpdist.memory import as_buffer
@@ -24,16 +25,26 @@ if TYPE_CHECKING:
 
 
 def install_debug(engine: Engine) -> None:
-    """Compare all collectives of the communicators made from now on; to be done on all ranks."""
-    engine.check = check
+    """Watch the operations of the communicators made from now on; to be done on all ranks."""
+    engine.on_channel = watch
 
 
-def check(channel: Channel, op: str, details: Callable[[], str], steps: Steps[Any]) -> Steps[Any]:
-    """The steps, after a comparison.
+def watch(channel: Channel) -> None:
+    """Compare all its collectives, and guard the memory of all its operations."""
+    channel.check = check
+    guard(channel)
 
-    Raises (in the collective's Work, on all ranks):
-        CollectiveMismatch: with each rank's call and line.
+
+def check(
+    channel: Channel, op: str, details: Callable[[], str], steps: Steps[Any], arguments: Sequence[object]
+) -> Steps[Any]:
+    """The steps, guarded, after a comparison.
+
+    Raises:
+        UsageError: a buffer belongs to another operation; in the collective's Work: an input has changed.
+        CollectiveMismatch: in the collective's Work, on all ranks, with each rank's call and line.
     """
+    steps = guarded(channel, op, steps, arguments)
     return _compared(channel, channel.sequence + 1, Call(op, details(), caller()), steps)
 
 

@@ -45,6 +45,11 @@ def _distance(frame: FrameType) -> int:
     return 2 if path.startswith(_LIBRARY) else 0
 
 
+def is_users(frames: Iterable[FrameType]) -> bool:
+    """Whether one of the frames is of the user's program, or of a package that it uses."""
+    return any(_distance(frame) < 2 for frame in frames)
+
+
 def describe(frames: Iterable[FrameType]) -> str:
     """`train.py:36 in load_batch: time.sleep(60)`: the innermost of the frames nearest to the user's own program.
 

@@ -3,6 +3,7 @@
 from mpdist.memory.allocate import allocate, allocate_like
 from mpdist.memory.buffer import HOST, Buffer, Device, is_same, overlap
 from mpdist.memory.elements import BY_CODE, BY_DTYPE, BY_NAME, ELEMENTS, Element, element_of
+from mpdist.memory.folding import Folder
 from mpdist.memory.half import narrow_into, widen
 from mpdist.memory.ops import (
     OP_NAMES,
@@ -27,6 +28,7 @@ __all__ = [
     "Buffer",
     "Device",
     "Element",
+    "Folder",
     "ReduceOp",
     "ReduceOpLike",
     "allocate",

@@ -13,7 +13,8 @@ import numpy as np
 
 from mpdist.errors import UsageError
 from mpdist.memory.elements import Array, Element
-from mpdist.memory.half import chunks, narrow_into, widen
+from mpdist.memory.half import narrow_into, widen
+from mpdist.memory.scratch import blocks
 
 UserFunction: TypeAlias = Callable[[Any, Any], Any]
 Factor: TypeAlias = int | float | complex
@@ -136,6 +137,11 @@ def _check_factor(factor: Factor, element: Element) -> None:
 # ---------------------------------------------------------------------- computing
 
 
+def ufunc_of(op: ReduceOp) -> np.ufunc:
+    """What one step computes; not for a user's function."""
+    return _UFUNCS[op.name]
+
+
 def fold(op: ReduceOp, acc: Array, x: Array, element: Element) -> None:
     """One step, in place: acc = acc op x.
 
@@ -153,7 +159,7 @@ def fold(op: ReduceOp, acc: Array, x: Array, element: Element) -> None:
     if not element.is_half:
         ufunc(acc, x, out=acc)
         return
-    for part in chunks(acc.size):
+    for part in blocks(acc.size):
         wide = widen(acc[part], element)
         ufunc(wide, widen(x[part], element), out=wide)
         narrow_into(wide, acc[part], element)
@@ -187,7 +193,17 @@ def finish(op: ReduceOp, acc: Array, size: int, element: Element) -> None:
     if element.is_half:
         _scale_half(acc, acc, element, np.divide, size)
     else:
-        np.divide(acc, size, out=acc)
+        divide(acc, size, acc)
+
+
+def divide(x: Array, size: int, out: Array) -> None:
+    """x / size of floating point or complex numbers, each part rounded to nearest."""
+    if x.dtype.kind == "c":
+        x, out = x.view(x.real.dtype), out.view(out.real.dtype)  # NumPy would divide by a complex number
+    if size & (size - 1) == 0:
+        np.multiply(x, 1 / size, out)  # exact, and faster
+    else:
+        np.divide(x, size, out)
 
 
 def premultiply(op: ReduceOp, x: Array, element: Element) -> Array:
@@ -203,7 +219,7 @@ def premultiply(op: ReduceOp, x: Array, element: Element) -> Array:
 
 
 def _scale_half(x: Array, out: Array, element: Element, ufunc: np.ufunc, factor: Factor) -> None:
-    for part in chunks(x.size):
+    for part in blocks(x.size):
         wide = widen(x[part], element)
         ufunc(wide, np.float32(factor), out=wide)  # type: ignore[arg-type]  # complex is refused by check_op
         narrow_into(wide, out[part], element)

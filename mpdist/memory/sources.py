@@ -109,6 +109,10 @@ def _from_bytes(x: bytes) -> Buffer:
     return Buffer(x, len(x), len(x), _UINT8, HOST, True, x)
 
 
+def _from_buffer(x: Buffer) -> Buffer:
+    return x
+
+
 def _from_bytearray(x: bytearray) -> Buffer:
     return Buffer(x, len(x), len(x), _UINT8, HOST, False, x)
 
@@ -217,6 +221,7 @@ def is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], unit: int)
 # ---------------------------------------------------------------------- the table
 
 _MAKERS: dict[type, Maker] = {
+    Buffer: _from_buffer,
     np.ndarray: _from_numpy,
     array.array: _from_array,
     bytes: _from_bytes,

@@ -19,6 +19,11 @@ TURN_SECONDS = 0.0005
 TURN_BYTES = 64 * 1024
 """Each further so many bytes cost one more credit: MPI copies about 3-10 GB/s, a turn is to end within TURN_SECONDS."""
 
+# MPI moves large data by a segment at a look, and a look does not say whether it did. A request that does not end
+# within a second waits for a late rank, which rings when it comes.
+REQUEST_CAP_SECONDS = 0.0002
+REQUEST_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Backoff:
@@ -38,10 +43,16 @@ class Backoff:
     cap_seconds: float = 0.005
     yields: bool = False
 
-    def delay(self, idle_seconds: float) -> float:
-        """Seconds to sleep after `idle_seconds` without progress; 0 is "look again at once"."""
+    def delay(self, idle_seconds: float, has_requests: bool = False) -> float:
+        """Seconds to sleep after `idle_seconds` without progress; 0 is "look again at once".
+
+        Args:
+            has_requests: MPI has something of ours under way, which may need many looks that show nothing.
+        """
         if idle_seconds < self.hot_seconds:
             return 0.0
+        if has_requests and idle_seconds < REQUEST_SECONDS:
+            return min(REQUEST_CAP_SECONDS, self.fraction * idle_seconds)
         return min(self.cap_seconds, self.fraction * idle_seconds)
 
 

@@ -95,6 +95,7 @@ class Collective(Work[T]):
             while request.Test():
                 request = next(steps)
             self._request = request
+            self._channel.engine.has_advanced = True
         except StopIteration as stop:
             self._end()
             if not self._done:  # it may have expired meanwhile
@@ -176,10 +177,10 @@ def line_of(place: Place | None) -> str:
 
 def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> None:
     """Raise if another task's collective is pending: the tasks' order may differ between ranks."""
+    if task is None:
+        return
     for other in channel.collectives:
         if other._done or other.task is None or other.task is task or other.task.done():
-            continue
-        if task is None:
             continue
         here = line_of(user_place())
         channel.broken = "two tasks used collectives on it at the same time"

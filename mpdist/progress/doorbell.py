@@ -15,10 +15,11 @@ import secrets
 import select
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+from mpdist.transport.sharing import shared_bytes
 
 if TYPE_CHECKING:
     from mpdist.transport.mpi import Transport
@@ -218,40 +219,3 @@ def _udp_bell() -> tuple[socket.socket, tuple[str, int]]:
         bell.bind((host, 0))
     bell.setblocking(False)
     return bell, (host, bell.getsockname()[1])
-
-
-def shared_bytes(node: Transport, nbytes: int) -> mmap.mmap:
-    """Zeroed bytes that all ranks of this node see; collective over them, and blocking.
-
-    Where memory cannot be shared each rank gets bytes of its own.
-    """
-    if node.rank == 0:
-        descriptor, unlink = _nameless_file(nbytes)
-        node.all_gather_now((f"/proc/{os.getpid()}/fd/{descriptor}", unlink))
-    else:
-        descriptor = -1
-        paths = node.all_gather_now(None)[0]
-        for path in paths:
-            try:
-                descriptor = os.open(path, os.O_RDWR) if path and descriptor < 0 else descriptor
-            except OSError:
-                continue
-        unlink = ""
-    opened = all(node.all_gather_now(descriptor >= 0))
-    if unlink:
-        os.unlink(unlink)
-    flags = mmap.mmap(descriptor, nbytes) if opened else mmap.mmap(-1, nbytes)
-    if descriptor >= 0:
-        os.close(descriptor)
-    return flags
-
-
-def _nameless_file(nbytes: int) -> tuple[int, str]:
-    """A file in memory, and its path where it needs one."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("mpdist-doorbell")
-        path = ""
-    else:
-        descriptor, path = tempfile.mkstemp(prefix="mpdist-doorbell-")
-    os.ftruncate(descriptor, nbytes)
-    return descriptor, path

@@ -26,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
 from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
+from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 
 if TYPE_CHECKING:
-    from mpdist.progress.channel import Channel, Check
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.inbox import Inbox
     from mpdist.progress.work import Work
     from mpdist.transport.mpi import Transport
+    from mpdist.transport.neighbours import Neighbours
 
 # So many closed channels are remembered.
 REMEMBERED = 64
@@ -56,7 +59,7 @@ class Engine:
         credit: what may still complete inside awaits before the loop gets a real turn.
         quick_polls: how often the latency path may look; not at all where processors are scarce.
         active: Works that have something to test.
-        listening: channels with posted receives.
+        listening: inboxes with posted receives.
         later: Works to be looked at by the next drive.
         finished: Works whose callbacks are still to run.
         channels: all open channels.
@@ -67,9 +70,13 @@ class Engine:
         creating: communicators being made.
         nodes: for each rank of the world, which node it is on.
         is_threaded: whether MPI may be called from several threads.
-        check: wraps the steps of each collective; the debug mode.
+        on_channel: called with the channel of each new communicator; the debug mode.
         on_limit: told of a Work with a limit of its own, or of changed timeouts.
         moves: drives that moved anything, for whoever watches.
+        has_advanced: a Work has gone on without coming to its end.
+        shared: memory that the ranks of this node share; None where they can't.
+        is_sharing: whether the ranks of each node do.
+        thresholds: the table by which algorithms are chosen, kept for them.
     """
 
     meeting: Channel
@@ -81,17 +88,21 @@ class Engine:
         self.lock = threading.RLock()
         self.quick_polls = range(0 if self.backoff.yields else self.backoff.inline_polls)
         self.credit = TURN_CREDIT
+        self.has_advanced = False
         self.active: deque[Work[Any]] = deque()
         self.later: deque[Work[Any]] = deque()
-        self.listening: list[Channel] = []
+        self.listening: list[Inbox] = []
         self.finished: deque[Work[Any]] = deque()
         self.channels: list[Channel] = []
         self.closed: deque[tuple[str, tuple[int, ...], int]] = deque(maxlen=REMEMBERED)
         self.creating = 0
+        self.shared: Neighbours | None = None
+        self.is_sharing = False
+        self.thresholds: object = None
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True
         self.allow_pickle = True
-        self.check: Check | None = None
+        self.on_channel: Callable[[Channel], None] | None = None
         self.on_limit: Callable[[Work[Any] | None], None] | None = None
         self.moves = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,6 +132,9 @@ class Engine:
                     moved = True
                 else:
                     active.append(work)
+            if self.has_advanced:
+                self.has_advanced = False
+                moved = True
             if moved:
                 self.moves += 1
         if self.finished:
@@ -130,15 +144,15 @@ class Engine:
     def _listen(self) -> bool:
         moved = False
         idle = False
-        for channel in self.listening:
-            if channel.box.receives:
-                moved = channel.poll() or moved
+        for inbox in self.listening:
+            if inbox.box.receives:
+                moved = inbox.poll() or moved
             else:
                 idle = True
         if idle:
-            for channel in self.listening:
-                channel.is_listening = bool(channel.box.receives)
-            self.listening = [channel for channel in self.listening if channel.is_listening]
+            for inbox in self.listening:
+                inbox.is_listening = bool(inbox.box.receives)
+            self.listening = [inbox for inbox in self.listening if inbox.is_listening]
         return moved
 
     def drive_inline(self, work: Work[Any]) -> bool:
@@ -151,7 +165,7 @@ class Engine:
             else:
                 poll = work._poll
                 for _ in range(self.backoff.inline_polls):
-                    if poll():
+                    if poll() or self.credit <= 0:
                         break
             active = self.active
             if active and active[-1] is work and work._done and work._poll():
@@ -168,7 +182,7 @@ class Engine:
     def _poll_and_yield(self, work: Work[Any]) -> None:
         start = now = monotonic()
         for _ in range(self.backoff.inline_polls):
-            if work._done or work._poll() or now > start + YIELDING_SECONDS:
+            if work._done or work._poll() or self.credit <= 0 or now > start + YIELDING_SECONDS:
                 break
             os.sched_yield()
             now = monotonic()
@@ -182,7 +196,7 @@ class Engine:
             callbacks, work._callbacks = work._callbacks or [], None
             for fn, context, loop in callbacks:
                 if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
-                    fn(work)
+                    call_back(fn, work)
                 elif loop.is_closed():
                     continue
                 elif loop is self._loop and thread == self._loop_thread:
@@ -192,7 +206,7 @@ class Engine:
 
     def is_idle(self) -> bool:
         """Whether nothing is pending."""
-        return not (self.active or self.later or any(channel.box.receives for channel in self.listening))
+        return not (self.active or self.later or any(inbox.box.receives for inbox in self.listening))
 
     def pending(self) -> Iterator[Work[Any]]:
         """All Works that are not done; a snapshot for texts and timeouts."""
@@ -274,7 +288,7 @@ class Engine:
         if self.is_idle():
             self._ticking = False
             return
-        delay = self.backoff.delay(now - self._last_move)
+        delay = self.backoff.delay(now - self._last_move, bool(self.active))
         if delay == 0.0:
             if self.backoff.yields and not self._has_yielded:
                 os.sched_yield()
@@ -336,8 +350,10 @@ class Engine:
         self, waiting: Callable[[], bool], timeout: float | None = None, work: Work[Any] | None = None
     ) -> bool:
         """Drive until `waiting()` is False; False if `timeout` seconds have passed."""
-        if work is not None and self.drive_inline(work):
-            return True
+        if work is not None:
+            self.credit = TURN_CREDIT  # there is no loop that wants its turn
+            if self.drive_inline(work):
+                return True
         last = now = monotonic()
         end = None if timeout is None else now + timeout
         while waiting():
@@ -347,7 +363,7 @@ class Engine:
             now = monotonic()
             if end is not None and now >= end:
                 return not waiting()
-            delay = self.backoff.delay(now - last)
+            delay = self.backoff.delay(now - last, bool(self.active))
             if end is not None:
                 delay = min(delay, end - now)
             if delay == 0.0:
@@ -422,4 +438,5 @@ class ProgressThread(threading.Thread):
             elif self._engine.drive():
                 last = monotonic()
             else:
-                time.sleep(max(self.NAP_SECONDS, self._engine.backoff.delay(monotonic() - last)))
+                delay = self._engine.backoff.delay(monotonic() - last, bool(self._engine.active))
+                time.sleep(max(self.NAP_SECONDS, delay))

@@ -70,7 +70,7 @@ class ProbedMessage(Message):
             raise UsageError(f"{self!r} was received already")
         self._incoming = None
         try:
-            return self._channel.receive_probed(incoming, x)
+            return self._channel.inbox.receive_probed(incoming, x)
         except UsageError as error:
             self._incoming = incoming
             raise type(error)(f"recv on {self._channel.where()}: {error}") from error.__cause__
@@ -87,10 +87,11 @@ class Incoming:
         code: element code or wire.OBJECT...; of an array in pieces the element's code.
         nbytes: of the whole; of an object in pieces of its first message.
         parts: matched pieces, in order; None if it has none.
+        head: of an object in pieces its first message, where that was received already.
         result: the data, where a receive that got them was cancelled afterwards.
     """
 
-    __slots__ = ("code", "handle", "nbytes", "order", "parts", "probed", "receiver", "result", "src", "tag")
+    __slots__ = ("code", "handle", "head", "nbytes", "order", "parts", "probed", "receiver", "result", "src", "tag")
 
     def __init__(self, handle: Any, src: int, tag: int, code: int, nbytes: int) -> None:
         self.handle = handle
@@ -100,6 +101,7 @@ class Incoming:
         self.nbytes = nbytes
         self.order = 0
         self.parts: list[tuple[Any, int]] | None = None
+        self.head: Any = None
         self.receiver: Work[Message] | None = None
         self.result: Message | None = None
         self.probed: ProbedMessage | None = None

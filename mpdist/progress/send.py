@@ -1,8 +1,4 @@
-"""Send: a message on its way out.
-
-A small message is complete when it is posted. All such sends of a communicator
-share one finished Work, whose await costs nothing.
-"""
+"""Send: a message on its way out."""
 
 from __future__ import annotations
 
@@ -13,24 +9,38 @@ from mpdist.progress.backoff import TURN_CREDIT
 from mpdist.progress.work import Requested, Work
 
 if TYPE_CHECKING:
-    from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request
 
 _NOTHING: Iterator[Any] = iter(())  # exhausted: an await of it ends at once, with None
 
+# None of these has an __init__: it would double what one costs, and there is one for each message.
+
 
 class Send(Requested[None]):
-    """A message, or its pieces, that MPI still reads from the sender's memory."""
+    """A message, or its pieces, that MPI still reads from the sender's memory, `lease`.
+
+    `progress/sending.py` makes it, and sets the attributes.
+    """
+
+    __slots__ = ("_callbacks", "_channel", "_done", "_error", "_lease", "_looked_at", "_request", "dst", "tag")
 
     op = "send"
     _result = None
+    _lease: object
+    dst: int
+    tag: int
 
-    def __init__(self, channel: Channel, request: Request, dst: int, tag: int, lease: object) -> None:
-        self._channel = channel
-        self._request = request
-        self.dst = dst
-        self.tag = tag
-        self._lease = lease
+    def _complete(self) -> None:
+        self._request: Request | None = None
+        self._lease = None
+        engine = self._channel.engine
+        active = engine.active
+        if active and active[-1] is self:
+            active.pop()
+        if not self._done:  # it may have expired meanwhile
+            self._done = True
+            if self._callbacks is not None:
+                engine.finished.append(self)
 
     def _release(self) -> None:
         self._lease = None
@@ -42,6 +52,8 @@ class Send(Requested[None]):
 class Sent(Work[None]):
     """A send that was complete when it was posted."""
 
+    __slots__ = ("_channel",)
+
     op = "send"
     _done = True
     _result = None
@@ -50,12 +62,8 @@ class Sent(Work[None]):
         return _NOTHING  # type: ignore[return-value]  # an exhausted iterator serves, and is never made anew
 
 
-class SentAndTurn(Work[None]):
+class SentAndTurn(Sent):
     """The same, where the event loop is due a turn: it gets it in the await."""
-
-    op = "send"
-    _done = True
-    _result = None
 
     def __await__(self) -> Generator[Any, None, None]:
         yield

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from mpdist.progress.message import Message
+from mpdist.progress.unbegun import Wrapped
 from mpdist.progress.work import Work
 
 
-class SendReceive(Work[Message]):
+class SendReceive(Wrapped[Message]):
     """Done when both are; its result is the received Message."""
 
     op = "sendrecv"
@@ -49,7 +50,8 @@ class SendReceive(Work[Message]):
         return self._done
 
     def _abandon(self) -> None:
-        self._receive._abandon()
+        if not self._looked_at:
+            self._receive._abandon()
 
     def _expire(self, error: BaseException) -> None:
         """It took too long: the receive is withdrawn, the send goes on."""

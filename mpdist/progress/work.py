@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mpdist.errors import CommunicationError, UsageError, WorkTimeout
+from mpdist.errors import CommunicationError, MpdistError, UsageError, WorkTimeout
 from mpdist.progress.backoff import TURN_CREDIT
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Work(Generic[T]):
     runs. Until it is done its buffers belong to mpdist: they are kept alive, and must not be changed.
     """
 
+    _channel: Channel
     op = "work"
     sequence = 0
     _done = False
@@ -69,9 +70,6 @@ class Work(Generic[T]):
     site: str = ""
     """The caller's line, where it was recorded."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
     # ------------------------------------------------------------------ waiting
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -86,7 +84,7 @@ class Work(Generic[T]):
             except BaseException:  # cancelled, or the coroutine was thrown away
                 self._abandon()
                 raise
-            self._looked_at = True
+        self._looked_at = True
         if self._error is not None:
             raise self._seen_error()
         return self._result
@@ -110,6 +108,7 @@ class Work(Generic[T]):
             if not self._channel.engine.wait(self, timeout):
                 self._abandon()
                 raise WorkTimeout(f"{self.describe()} is not done after {timeout:g} s", work=self)
+        self._looked_at = True
         if self._error is not None:
             raise self._seen_error()
         return self._result
@@ -145,6 +144,7 @@ class Work(Generic[T]):
         """The result, or the error raised; asyncio.InvalidStateError while pending."""
         if not self._done:
             raise asyncio.InvalidStateError(f"{self.describe()} is not done")
+        self._looked_at = True
         if self._error is not None:
             raise self._seen_error()
         return self._result
@@ -302,8 +302,12 @@ class Requested(Work[T]):
     def _broke(self, error: Exception) -> bool:
         self._request = None
         self._release()
-        if not self._done:
-            failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
+        if self._done:
+            return True
+        if isinstance(error, MpdistError):
+            self._fail(error)
+            return True
+        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._fail(failure)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Letters are to stay small.
 MOST_TEXT = 200
+MOST_TAGS = 64
 
 Wanted = Mapping[str, Sequence[int]]
 """Communicators by key -> sequence numbers of collectives."""
@@ -83,14 +84,26 @@ def operation_of(work: Work[Any], place: str = "") -> Operation:
         site=short(work.site) or place,
         seconds=0.0 if work.since is None else monotonic() - work.since,
         is_moving=_is_moving(work),
+        tag=_tag(work),
     )
+
+
+def _part(work: Work[Any]) -> Work[Any]:
+    """The half of a sendrecv that it waits for."""
+    if not isinstance(work, SendReceive):
+        return work
+    return work._send if work._receive.done() else work._receive
+
+
+def _tag(work: Work[Any]) -> int:
+    part = _part(work)
+    return part.tag if isinstance(part, Send | Receive) else ANY
 
 
 def _needs(work: Work[Any]) -> tuple[Kind, list[int]]:
     """What the operation waits for: ranks of its communicator."""
     everyone = list(range(work._channel.size))
-    if isinstance(work, SendReceive):
-        return _needs(work._send if work._receive.done() else work._receive)
+    work = _part(work)
     if isinstance(work, Receive):
         return Kind.RECEIVE, everyone if work.src == ANY else [work.src]
     if isinstance(work, Send):
@@ -137,13 +150,23 @@ def _state(
     return ChannelState(
         posted=posted,
         calls=() if channel is None else _calls(channel, sequences),
-        sends=sum(isinstance(work, Send) and work._channel.world_ranks[work.dst] == asker for work in here),
-        receives=sum(isinstance(work, Receive) and _may_meet(work, asker) for work in here),
+        sends=_tags(work.tag for work in here if isinstance(work, Send) and _world_rank(work, work.dst) == asker),
+        receives=_tags(work.tag for work in here if isinstance(work, Receive) and _may_meet(work, asker)),
     )
 
 
+def _tags(tags: Iterable[int]) -> tuple[int, ...]:
+    """Each once; where they are too many, ANY stands for the rest."""
+    different = sorted(set(tags))
+    return tuple(different if len(different) <= MOST_TAGS else [ANY, *different[: MOST_TAGS - 1]])
+
+
+def _world_rank(work: Work[Any], rank: int) -> int:
+    return work._channel.world_ranks[rank]
+
+
 def _may_meet(receive: Receive, sender: int) -> bool:
-    return receive.src == ANY or receive._channel.world_ranks[receive.src] == sender
+    return receive.src == ANY or _world_rank(receive, receive.src) == sender
 
 
 def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:

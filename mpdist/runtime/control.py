@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 # How often to look for letters: while something is pending, while nothing is, while an answer is expected.
 POLL_SECONDS, IDLE_SECONDS, ASKING_SECONDS = 0.02, 0.05, 0.002
+
+# After a letter for a handler more are likely.
+LIVELY_SECONDS = 0.25
 
 # A rank that has not answered by then is told of as mute. Others look for letters every 0.05 s.
 ANSWER_SECONDS = 1.0
@@ -71,6 +75,8 @@ class Control(threading.Thread):
 
     Attributes:
         finished: world ranks whose main program has ended -> by communicator, how many collectives they posted.
+        handlers: for a letter with this key: who is given sender and letter, on this thread.
+        expected: how many answers handlers wait for; while there are any, letters are looked for often.
     """
 
     def __init__(
@@ -85,6 +91,9 @@ class Control(threading.Thread):
         """
         super().__init__(name="mpdist-control", daemon=True)
         self.finished: dict[int, Mapping[str, int]] = {}
+        self.handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {}
+        self.expected = 0
+        self._unhandled: list[tuple[int, dict[str, Any]]] = []  # their handler is still to come
         self._engine = engine
         self._mail = None if transport is None else Mail(transport)
         self._rank = engine.meeting.rank
@@ -102,6 +111,8 @@ class Control(threading.Thread):
         self._inquiries: list[Inquiry] = []
         self._number = 0
         self._failing: list[tuple[Work[Any], WorkTimeout]] = []
+        self._outbox: deque[tuple[int, dict[str, Any]]] = deque()  # filled by any thread
+        self._lively_until = 0.0
         self._moves = -1
         self._quiet_since = 0.0
         self._stuck_told = False
@@ -117,6 +128,16 @@ class Control(threading.Thread):
     def announce_finished(self) -> None:
         """Tell all ranks that this rank's main program has ended."""
         self._announcing = True
+        self._wake.set()
+
+    @property
+    def can_mail(self) -> bool:
+        """Whether there are other ranks, and their control threads can be written to."""
+        return self._mail is not None
+
+    def mail(self, rank: int, letter: dict[str, Any]) -> None:
+        """Send a letter for `handlers` of that rank; an answer to it is looked for often."""
+        self._outbox.append((rank, letter))
         self._wake.set()
 
     def stop(self) -> None:
@@ -159,7 +180,7 @@ class Control(threading.Thread):
             self._mail.close()
 
     def _sleep(self) -> None:
-        if self._inquiries or self._failing:
+        if self._inquiries or self._failing or self.expected or monotonic() < self._lively_until:
             seconds = ASKING_SECONDS
         elif self._engine.is_idle():
             seconds = IDLE_SECONDS
@@ -174,6 +195,8 @@ class Control(threading.Thread):
         if self._mail is not None:
             for sender, letter in self._mail.received():
                 self._read(self._mail, sender, letter)
+            self._handle()
+            self._send_posted(self._mail)
             self._mail.settle()
             if self._announcing:
                 self._announce(self._mail)
@@ -198,8 +221,26 @@ class Control(threading.Thread):
                 if inquiry.number == letter["tell"]:
                     inquiry.answers[sender] = Answer.of_json(letter["answer"])
                     inquiry.missing.discard(sender)
-        else:
+        elif "finished" in letter:
             self.finished[sender] = letter["finished"]
+        else:
+            self._lively_until = monotonic() + LIVELY_SECONDS
+            self._unhandled.append((sender, letter))
+
+    def _handle(self) -> None:
+        """Give letters to their handlers; those that nobody handles yet are kept."""
+        letters, self._unhandled = self._unhandled, []
+        for sender, letter in letters:
+            handler = next((self.handlers[key] for key in letter if key in self.handlers), None)
+            if handler is None:
+                self._unhandled.append((sender, letter))
+            else:
+                handler(sender, letter)
+
+    def _send_posted(self, mail: Mail) -> None:
+        while self._outbox:
+            self._lively_until = monotonic() + LIVELY_SECONDS
+            mail.send(*self._outbox.popleft())
 
     def _announce(self, mail: Mail) -> None:
         self._announcing = False
@@ -322,7 +363,7 @@ class Control(threading.Thread):
         found = diagnosis.stuck(any_of, all_of, finished)
         if found is not None:
             self._stuck_told = True
-            self._on_stuck(diagnosis.stuck_text(self._rank, *found))
+            self._on_stuck(diagnosis.stuck_text(self._rank, *found, finished))
 
 
 def _is_endless(work: Work[Any]) -> bool:

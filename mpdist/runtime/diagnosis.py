@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from mpdist.debug.fingerprint import Call, describe_mismatch, is_mismatch, ranks_text
+from mpdist.progress.mailbox import ANY
 
 # A report tells of so many operations, and of so many ranks one by one.
 MOST_OPERATIONS = 4
@@ -40,6 +41,7 @@ class Operation:
         own: this rank's number there.
         sequence: of a collective.
         peers: world ranks of which it needs all (collective), any (receive), the one (send).
+        tag: of a message; ANY where any will do, or where there is none.
         site: line of the call, where it is known.
         seconds: waited so far.
         is_moving: a message has been met and is being transferred.
@@ -56,6 +58,7 @@ class Operation:
     site: str
     seconds: float
     is_moving: bool = False
+    tag: int = ANY
 
     @property
     def where(self) -> str:
@@ -98,14 +101,15 @@ class ChannelState:
     Attributes:
         posted: number of collectives; None where the communicator is not known.
         calls: the last of them.
-        sends: pending sends to the rank that asks.
-        receives: pending receives that its messages may meet, or are meeting.
+        sends: tags of the pending sends to the rank that asks.
+        receives: tags of the pending receives that its messages may meet, or are meeting; in both each tag once,
+            ANY for any, and for all that are too many to be listed.
     """
 
     posted: int | None = None
     calls: tuple[Posted, ...] = ()
-    sends: int = 0
-    receives: int = 0
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,12 @@ class Answer:
     def of_json(cls, record: dict[str, Any]) -> Answer:
         """Inverse of as_json, after JSON has made lists of tuples."""
         channels = {
-            key: ChannelState(**{**state, "calls": tuple(Posted(**call) for call in state["calls"])})
+            key: ChannelState(
+                state["posted"],
+                tuple(Posted(**call) for call in state["calls"]),
+                tuple(state["sends"]),
+                tuple(state["receives"]),
+            )
             for key, state in record["channels"].items()
         }
         return cls(record["is_finished"], record["place"], tuple(record["waits"]), channels)
@@ -218,11 +227,19 @@ def about(operation: Operation, answer: Answer) -> str:
     state = answer.channel(operation)
     parts = [_last_collective(state)]
     if operation.kind is Kind.RECEIVE and state.sends:
-        parts.append(f"{state.sends} of its sends to this rank are pending")
+        parts.append(f"its pending sends to this rank have {tags_text(state.sends)}")
     parts.append("has finished" if answer.is_finished else f"now at {answer.place}")
     if answer.waits and not answer.is_finished:
         parts.append(f"waits in {answer.waits[0]}")
     return ", ".join(parts)
+
+
+def tags_text(tags: Sequence[int]) -> str:
+    """`tag 3`, `tags 3, 5`, `tags 3, 5, ...`; a receive may have `any tag`."""
+    if list(tags) == [ANY]:
+        return "any tag"
+    listed = ", ".join("..." if tag == ANY else str(tag) for tag in tags)
+    return f"{'tag' if len(tags) == 1 else 'tags'} {listed}"
 
 
 def _last_collective(state: ChannelState) -> str:
@@ -277,10 +294,15 @@ def doomed(operation: Operation, finished: Answers) -> list[int]:
         posted = {rank: state.posted for rank, state in states.items()}
         return [rank for rank, number in posted.items() if number is not None and number < operation.sequence]
     if operation.kind is Kind.SEND:
-        return [rank for rank, state in states.items() if not state.receives]
-    if len(gone) == len(operation.peers) and not any(state.sends for state in states.values()):
+        return [rank for rank, state in states.items() if not _may_meet(operation, state.receives)]
+    if len(gone) == len(operation.peers) and not any(_may_meet(operation, each.sends) for each in states.values()):
         return gone
     return []
+
+
+def _may_meet(operation: Operation, tags: Sequence[int]) -> bool:
+    """Whether a message of this tag, or a receive of it, is among those on the other side."""
+    return bool(tags) and (operation.tag == ANY or operation.tag in tags or ANY in tags)
 
 
 def stuck(
@@ -302,8 +324,18 @@ def stuck(
     return None
 
 
-def stuck_text(rank: int, operation: Operation, ranks: Sequence[int]) -> str:
-    """`rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished`."""
+def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:
+    """`rank 0 waits in recv from 1, tag 4 on 'world' (train.py:12) for rank 1, which has finished (it sends tag 3)`."""
     place = f" ({operation.site})" if operation.site else ""
     have = "which has finished" if len(ranks) == 1 else "which have finished"
-    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}"
+    instead = _offers(operation, [finished[each].channel(operation) for each in ranks if each in finished])
+    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}{instead}"
+
+
+def _offers(operation: Operation, states: Sequence[ChannelState]) -> str:
+    """What the finished ranks send or receive, where it is not what is waited for."""
+    if operation.kind is Kind.COLLECTIVE:
+        return ""
+    is_receive = operation.kind is Kind.RECEIVE
+    tags = sorted({tag for state in states for tag in (state.sends if is_receive else state.receives)})
+    return f" (and {'sends' if is_receive else 'receives'} {tags_text(tags)})" if tags else ""

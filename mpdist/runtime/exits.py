@@ -5,21 +5,26 @@ Python does not tell: when atexit handlers run, the SystemExit is gone. So
 it dies. With no Python code beneath it the interpreter has taken it, and ends; else
 the program has caught it, and goes on.
 
-`raise SystemExit(n)`, spelled out, is seen only where it leaves `mpdist.run`.
-Elsewhere its rank takes part in the final agreement like one that has finished.
+`raise SystemExit(n)`, spelled out, is of Python's own class. But before the
+interpreter takes what has left a script it flushes stderr: there we look for an
+exception that nobody else holds. It does not do so for a program started by `-m` or
+`-c`: there such a rank takes part in the final agreement like one that has finished,
+unless the exception passes `mpdist.run`.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
+import gc
 import sys
 import weakref
-from types import ModuleType, TracebackType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import NoReturn, Protocol
 
-_left: object = None
+_left: SystemExit | None = None
 _latest: weakref.ref[Exit] | None = None
-_replaced: list[tuple[ModuleType, str, object]] = []
+_replaced: list[tuple[object, str, object]] = []
 
 
 class Exit(SystemExit):
@@ -33,7 +38,7 @@ class Exit(SystemExit):
     def __del__(self) -> None:
         global _left
         if sys._getframe().f_back is None:
-            _left = self.code
+            _left = Exit(self.code)
 
 
 def leave(status: object = None, /) -> NoReturn:
@@ -41,38 +46,69 @@ def leave(status: object = None, /) -> NoReturn:
     raise Exit(status)
 
 
+class _Stream(Protocol):
+    def flush(self) -> None: ...
+
+
+class Flush:
+    """In the place of a stream's method: looks around when the interpreter itself calls it."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._flush = stream.flush
+
+    def __call__(self) -> None:
+        global _left
+        if sys._getframe().f_back is None:
+            _left = _held_by_the_interpreter() or _left
+        self._flush()
+
+
 def install() -> None:
-    """Let `sys.exit`, `exit` and `quit` be ours."""
-    _replace(sys, "exit")
+    """Let `sys.exit`, `exit`, `quit` and stderr's `flush` be ours."""
+    _replace(sys, "exit", leave)
     for name in ("exit", "quit"):
         if type(getattr(builtins, name, None)).__name__ == "Quitter":  # IPython has its own
-            _replace(builtins, name)
+            _replace(builtins, name, leave)
+    if sys.stderr is not None:
+        with contextlib.suppress(AttributeError):  # a stream of a kind that takes no attributes
+            _replace(sys.stderr, "flush", Flush(sys.stderr))
 
 
 def remove() -> None:
     """Let them be as they were."""
     while _replaced:
-        module, name, original = _replaced.pop()
-        if getattr(module, name, None) is leave:
-            setattr(module, name, original)
+        home, name, original = _replaced.pop()
+        if isinstance(getattr(home, name, None), Flush):
+            delattr(home, name)
+        elif getattr(home, name, None) is leave:
+            setattr(home, name, original)
 
 
-def _replace(module: ModuleType, name: str) -> None:
-    original = getattr(module, name)
-    if original is not leave:
-        _replaced.append((module, name, original))
-        setattr(module, name, leave)
+def _replace(home: object, name: str, ours: object) -> None:
+    original = getattr(home, name)
+    if original is not leave and not isinstance(original, Flush):
+        setattr(home, name, ours)
+        _replaced.append((home, name, original))
 
 
 def status() -> object:
     """What the running exit was called with, for atexit handlers; None for a normal end, or if unknown."""
+    error = _ending()
+    return None if error is None else error.code
+
+
+def words() -> str:
+    """`sys.exit(3)`, or `SystemExit(3)` where it was raised without it."""
+    error = _ending()
+    return "" if error is None else f"{'sys.exit' if isinstance(error, Exit) else 'SystemExit'}({error.code!r})"
+
+
+def _ending() -> SystemExit | None:
     if _left is not None:
         return _left
     # It may still be alive where its traceback refers to itself, as after `asyncio.run`.
     latest = None if _latest is None else _latest()
-    if latest is not None and _was_left_behind(latest.__traceback__):
-        return latest.code
-    return None
+    return latest if latest is not None and _was_left_behind(latest.__traceback__) else None
 
 
 def _was_left_behind(trace: TracebackType | None) -> bool:
@@ -81,3 +117,19 @@ def _was_left_behind(trace: TracebackType | None) -> bool:
     A traceback begins with that function; if it went on, it has left the instruction since.
     """
     return trace is not None and trace.tb_frame.f_lasti == trace.tb_lasti
+
+
+def _held_by_the_interpreter() -> SystemExit | None:
+    """The SystemExit that is on its way out: beside the functions that it left, no Python object refers to it."""
+    if not _exceptions():
+        return None
+    gc.collect()  # those that were caught earlier may live on in cycles
+    found = _exceptions()
+    for error in found:
+        if all(each is found or isinstance(each, FrameType) for each in gc.get_referrers(error)):
+            return error
+    return None
+
+
+def _exceptions() -> list[SystemExit]:
+    return [each for each in gc.get_objects() if issubclass(type(each), SystemExit)]

@@ -114,6 +114,13 @@ class Ender:
             how = "has died: a crash, a signal, or os._exit; the job is stopped"
             write_error("\n".join(f"mpdist: {self._name(rank, pid)}: {how}" for rank, pid in lost))
 
+    def announce_crash(self, how: str) -> None:
+        """Say how this process dies, in one write: little can be relied on any more."""
+        if self._announced.acquire(blocking=False) and self._board.claim():
+            line = f"mpdist: {self._name(self._rank, os.getpid())}: {how}; the job is stopped\n"
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
+
     def end_after(self, seconds: float, reason: str, code: int) -> threading.Timer:
         """End the job unless the timer is cancelled before."""
         timer = threading.Timer(seconds, self.end, (reason, code))

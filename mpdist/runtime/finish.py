@@ -51,17 +51,17 @@ def close_all(engine: Engine, why: str) -> None:
     for channel in list(engine.channels):
         if not channel.is_closed:
             _report_unclaimed(channel)
-            for receive in list(channel.box.waiting()):
+            for receive in list(channel.inbox.box.waiting()):
                 receive.cancel()
-            channel.close(why)
+            channel.close(why, together=True)
     engine.maker.free()
     engine.doorbell.close()
 
 
 def _report_unclaimed(channel: Channel) -> None:
-    while channel.poll():
+    while channel.inbox.poll():
         pass
-    unclaimed = channel.unclaimed()
+    unclaimed = channel.inbox.unclaimed()
     if unclaimed:
         more = ", ..." if len(unclaimed) > SHOWN else ""
         print(

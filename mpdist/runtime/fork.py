@@ -46,6 +46,7 @@ class ForkedEngine(Engine):
 def disarm_engine(engine: Engine, refusal: str) -> None:
     """Let every operation of this copy of the Engine raise an error with this text."""
     engine.__class__ = ForkedEngine
+    engine.shared = None  # `comm.empty` would hand out the parent's memory
     engine.refusal = refusal  # type: ignore[attr-defined]  # of the new class
     for channel in list(engine.channels):
         channel.refuse(refusal)

@@ -2,13 +2,18 @@
 
 In the main thread, in any other thread, in a task of `mpdist.run` that nobody
 awaits, and in a callback of its event loop.
+
+asyncio reports a task that has failed when it is collected, so never while the program
+refers to it. Whoever does may still look at it: at the end of the job, nobody will.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +29,7 @@ class Hooks:
         self._ender = ender
         self._before = sys.excepthook
         self._before_in_threads = threading.excepthook
+        self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
     def install(self) -> None:
         """Put ours in front of those that are there."""
@@ -36,6 +42,19 @@ class Hooks:
             sys.excepthook = self._before
         if threading.excepthook == self._on_thread_error:
             threading.excepthook = self._before_in_threads
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let what fails in this loop end the job."""
+        self._loops.add(loop)
+        loop.set_exception_handler(self.on_loop_error)
+
+    def report_forgotten_tasks(self) -> None:
+        """The job is about to end well: a task whose error nobody has looked at prevents that."""
+        for task in _forgotten_tasks():
+            loop = task.get_loop()
+            if loop in self._loops:
+                what = "Task exception was never retrieved"  # asyncio's words for the same
+                self.on_loop_error(loop, {"message": what, "exception": task.exception(), "task": task})
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Exception handler of the event loop.
@@ -68,3 +87,9 @@ class Hooks:
             return
         name = "" if args.thread is None else f" {args.thread.name!r}"
         self._ender.end(f"{describe_error(error)} (in thread{name})", 1, lambda: self._before_in_threads(args))
+
+
+def _forgotten_tasks() -> list[asyncio.Task[Any]]:
+    """Tasks that have failed, and that the program refers to without having asked for the error."""
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task)]
+    return [task for task in tasks if task.done() and getattr(task, "_log_traceback", False)]

@@ -7,10 +7,12 @@ import atexit
 import inspect
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpdist.algorithms.choose import Thresholds, read_thresholds
 from mpdist.comm import Communicator
 from mpdist.config import Config
 from mpdist.debug import install_debug
@@ -18,7 +20,7 @@ from mpdist.errors import UsageError
 from mpdist.progress import current
 from mpdist.progress.backoff import policy
 from mpdist.progress.channel import Channel
-from mpdist.progress.doorbell import SilentDoorbell, connect, shared_bytes
+from mpdist.progress.doorbell import SilentDoorbell, connect
 from mpdist.progress.engine import Engine
 from mpdist.runtime import exits, finish, fork
 from mpdist.runtime.answers import describe_pending
@@ -28,7 +30,9 @@ from mpdist.runtime.control import Control
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
 from mpdist.runtime.hooks import INTERRUPTED, Hooks
 from mpdist.runtime.signals import Signals, end_with_launcher
+from mpdist.transport import neighbours
 from mpdist.transport.facts import launch_mismatch
+from mpdist.transport.sharing import shared_bytes
 
 if TYPE_CHECKING:
     from mpdist.transport.mpi import Transport
@@ -104,7 +108,7 @@ class Job:
         try:
             with asyncio.Runner() as runner:
                 if self.is_guarded:
-                    runner.get_loop().set_exception_handler(self.hooks.on_loop_error)
+                    self.hooks.watch(runner.get_loop())
                 result = runner.run(main)
                 self.engine.detach_loop()
         finally:
@@ -138,6 +142,8 @@ class Job:
 
     def finish(self) -> None:
         """Drain, agree, stop."""
+        if self.is_guarded:
+            self.hooks.report_forgotten_tasks()
         self.control.announce_finished()
         self._drain()
         finish.agree(self.engine)
@@ -179,7 +185,7 @@ class Job:
             self.signals.end()
         code = exits.status()
         if exit_code(code):
-            self.ender.end(f"sys.exit({code!r})", exit_code(code))
+            self.ender.end(exits.words(), exit_code(code))
 
     def on_stuck(self, reason: str) -> None:
         """Some rank waits for ranks that have finished."""
@@ -238,7 +244,7 @@ def _launch() -> Job:
         raise UsageError(mismatch)
     fork.mark_owner()
     config = _common_config(transport)
-    node = transport.split_node()
+    node = transport.split_node(config.ranks_per_node)
     engine = _make_engine(transport, node, config, mpi.is_threaded())
     world = Communicator(engine, transport, "world", transport.world_ranks())
     world._node = Communicator(engine, node, f"world/node{min(node.world_ranks())}", node.world_ranks())
@@ -268,8 +274,17 @@ def _common_config(transport: Transport) -> Config:
 
 def _make_engine(transport: Transport, node: Transport, config: Config, is_threaded: bool) -> Engine:
     doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
-    engine = Engine(policy(node.size, _usable_cores(node)), doorbell)
+    cores = _usable_cores(node)
+    engine = Engine(policy(node.size, cores), doorbell)
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
+    if config.shared_memory and transport.size > 1:
+        engine.shared = neighbours.connect(node, config.shared_memory_dir, config.reach)
+    shared = engine.shared
+    able = transport.all_gather_now((shared is not None, shared is not None and shared.reach is not None))
+    engine.is_sharing = all(shares for shares, _ in able)
+    if shared is not None and not all(reaches for _, reaches in able):
+        shared.reach = None  # rounds must be as long on every node
+    engine.thresholds = _thresholds(transport, engine.nodes, config, cores)
     engine.is_threaded = is_threaded
     engine.allow_pickle = config.allow_pickle
     engine.maker = transport.dup()
@@ -277,6 +292,23 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     if config.debug:
         install_debug(engine)
     return engine
+
+
+def _thresholds(transport: Transport, nodes: Sequence[int], config: Config, cores: int) -> Thresholds:
+    """Rank 0's table, on all ranks."""
+    from mpdist.transport import mpi
+
+    mine: Thresholds | str | None = None
+    if transport.rank == 0:
+        try:
+            ranks = max(Counter(nodes).values())
+            mine = read_thresholds(config.algorithm, config.tuning, mpi.family(), ranks, cores)
+        except UsageError as error:
+            mine = str(error)
+    first: Thresholds | str = transport.all_gather_now(mine)[0]
+    if isinstance(first, str):
+        raise UsageError(first)
+    return first
 
 
 def _usable_cores(node: Transport) -> int:

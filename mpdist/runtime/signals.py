@@ -24,6 +24,7 @@ import traceback
 from types import FrameType
 from typing import NoReturn
 
+from mpdist.runtime.crash import Crash
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender
 from mpdist.runtime.hooks import INTERRUPTED
 
@@ -46,13 +47,14 @@ class Signals:
 
     def __init__(self, ender: Ender) -> None:
         self._ender = ender
+        self._crash = Crash(ender.announce_crash)
         self._parent = os.getppid()
         self._watched: dict[int, tuple[int, int]] = {}
         self.reason = ""
 
     def install(self) -> None:
         """Begin; only the main thread can."""
-        _enable_faulthandler()
+        self._crash.install()
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -71,6 +73,7 @@ class Signals:
 
     def remove(self) -> None:
         """Put back what was there before."""
+        self._crash.remove()
         for number, (_, write) in self._watched.items():
             faulthandler.unregister(number)  # first: it puts Python's own handler back
             os.close(write)  # ends the thread
@@ -119,13 +122,6 @@ class Signals:
 def _print_main_stack() -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     print("It is here:", *traceback.format_stack(frame), sep="\n", end="", file=sys.stderr)
-
-
-def _enable_faulthandler() -> None:
-    """Print the Python stack at SIGSEGV and the like."""
-    with contextlib.suppress(Exception):  # stderr may have no descriptor
-        if not faulthandler.is_enabled():
-            faulthandler.enable()
 
 
 def end_with_launcher() -> None:

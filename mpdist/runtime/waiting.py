@@ -16,15 +16,17 @@ from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from mpdist.debug.lines import describe, outward
+from mpdist.debug.lines import describe, is_users, outward
 from mpdist.progress.collective import Collective
 from mpdist.progress.engine import Engine
+from mpdist.runtime import finish
 from mpdist.runtime.watch import snapshot
 
 if TYPE_CHECKING:
     from mpdist.progress.work import Work
 
 _WAIT = Engine.drive_while.__code__
+_DRAINING = (finish.drain.__code__, finish.agree.__code__)
 _PARK = f"{Engine.park.__qualname__}.<locals>.wake"
 
 # asyncio's modules in which a task waits for other tasks only, but for the functions that wait for the clock.
@@ -62,7 +64,7 @@ def place(engine: Engine) -> str:
     loop = _running_loop(engine)
     frames = sys._current_frames()
     if loop is None:
-        return describe(outward(frames.get(_main_thread())))
+        return _line_of_thread(frames.get(_main_thread()))
     current = frames.get(engine._loop_thread)
     if asyncio.current_task(loop) is None:
         task = _main_task(current)
@@ -71,6 +73,16 @@ def place(engine: Engine) -> str:
             if chain:
                 return describe(reversed(chain))
     return describe(outward(current))
+
+
+def _line_of_thread(frame: FrameType | None) -> str:
+    """Its line; the user's program may have come to its end."""
+    frames = list(outward(frame))
+    if not any(each.f_code in _DRAINING for each in frames):
+        return describe(frames)
+    return (
+        f"{describe(frames)}, in the final drain" if is_users(frames) else "the end of its program, in the final drain"
+    )
 
 
 def awaited(engine: Engine) -> list[Work[Any]]:
@@ -125,7 +137,7 @@ def _waiting_thread(frame: FrameType | None) -> Waiter | None:
     for each in outward(frame):
         if each.f_code is _WAIT:
             work, timeout = each.f_locals.get("work"), each.f_locals.get("timeout")
-            return None if work is None or timeout is not None else Waiter(work, describe(outward(each)))
+            return None if work is None or timeout is not None else Waiter(work, _line_of_thread(each))
     return None
 
 

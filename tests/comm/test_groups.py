@@ -13,6 +13,7 @@ import pytest
 
 import mpdist
 from mpdist import Communicator
+from mpdist.config import Config
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -160,11 +161,13 @@ def test_groups_without_a_loop(comm: Communicator) -> None:
 
 
 async def test_node_holds_the_ranks_of_this_machine(comm: Communicator) -> None:
-    assert comm.local_rank == comm.rank
-    assert comm.local_size == comm.size
-    assert comm.node.ranks == comm.ranks
+    per_node = Config.read().ranks_per_node or comm.size
+    first = comm.rank // per_node * per_node
+    assert comm.local_rank == comm.rank - first
+    assert comm.local_size == min(per_node, comm.size - first)
+    assert comm.node.ranks == comm.ranks[first : first + per_node]
     assert comm.node is comm.node
-    assert await total(comm.node) == sum(comm.ranks)
+    assert await total(comm.node) == sum(comm.node.ranks)
 
 
 async def test_closing_a_communicator_closes_its_node(comm: Communicator) -> None:

@@ -12,7 +12,7 @@ from comm.arrays import Library, assert_values, libraries, numbers, torch_librar
 
 import mpdist
 from mpdist import ANY_SOURCE, ANY_TAG, Communicator
-from mpdist.progress import channel, wire
+from mpdist.progress import sending, wire
 from mpdist.progress.receive import EAGER_BYTES
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -451,7 +451,7 @@ async def test_objects_arrive(comm: Communicator) -> None:
 async def test_objects_in_pieces_arrive(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, inline: int, piece: int
 ) -> None:
-    monkeypatch.setattr(channel, "INLINE_OBJECT_BYTES", inline)
+    monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", inline)
     monkeypatch.setattr(wire, "PIECE_BYTES", piece)
     for name, item in OBJECTS.items():
         if not (piece == 300 and name == "large array"):  # thousands of pieces are slow, and show nothing new

@@ -26,7 +26,7 @@ async def checked(comm: mpdist.Communicator) -> AsyncIterator[mpdist.Communicato
         async with await comm.dup() as checked:
             yield checked
     finally:
-        engine.check = None
+        engine.on_channel = None
 
 
 def f(count: int = 6, dtype: str = "float32") -> np.ndarray:

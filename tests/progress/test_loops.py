@@ -86,6 +86,46 @@ def test_callbacks_without_a_loop_run_where_the_end_is_noticed(comm: Communicato
     assert calls == [work, work]
 
 
+def test_a_callback_that_raises_is_reported_and_disturbs_nobody(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In somebody else's wait() to stderr, in somebody else's await to the loop's exception handler."""
+    calls: list[object] = []
+
+    def fail(work: mpdist.Work[mpdist.Message]) -> None:
+        raise ArithmeticError("on purpose")
+
+    def bystander_and_bad() -> list[mpdist.Work[mpdist.Message]]:
+        bad, good = comm.recv(src=comm.rank, tag=1), comm.recv(src=comm.rank, tag=2)
+        for callback in (fail, calls.append):
+            bad.add_done_callback(callback)
+        return [bad, good]
+
+    bad, good = bystander_and_bad()
+    for tag in (1, 2):
+        comm.send(np.ones(1), comm.rank, tag).wait()
+    assert good.wait().count == 1
+    assert calls == [bad]
+    told = capfd.readouterr().err
+    for word in ("ArithmeticError: on purpose", "fail", f"recv from {comm.rank}, tag 1", "Traceback"):
+        assert word in told, told
+
+    bad, good = bystander_and_bad()
+    contexts: list[dict[str, object]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: contexts.append(context))
+        for tag in (1, 2):
+            await comm.send(np.ones(1), comm.rank, tag)
+        assert (await good).count == 1
+
+    asyncio.run(main())
+    assert calls[1:] == [bad]
+    assert [type(context["exception"]) for context in contexts] == [ArithmeticError]
+    assert "recv from" in str(contexts[0]["message"])
+    assert capfd.readouterr().err == ""
+
+
 # ---------------------------------------------------------------------- several loops
 
 

@@ -215,6 +215,20 @@ async def test_callbacks_run_in_the_loop_and_in_order(comm: Communicator) -> Non
     assert calls[2:] == [("late", work)]
 
 
+async def test_callbacks_of_a_receive_whose_await_is_cancelled_run_at_once(comm: Communicator) -> None:
+    """Not when the next operation happens to be driven."""
+    for _ in range(20):
+        work = comm.recv()
+        calls: list[object] = []
+        work.add_done_callback(calls.append)
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert calls == [work]
+
+
 async def test_a_callback_that_raises_hurts_nobody_else(comm: Communicator) -> None:
     told: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
@@ -228,6 +242,22 @@ async def test_a_callback_that_raises_hurts_nobody_else(comm: Communicator) -> N
     finally:
         loop.set_exception_handler(None)
     assert [type(context["exception"]) for context in told] == [ZeroDivisionError]
+
+
+async def test_finished_sends_are_works_of_their_own(comm: Communicator) -> None:
+    """Sets, dicts and asyncio's tools must not merge two."""
+    sends = [comm.send(np.zeros(1), dst, 1) for dst in (peer(comm), comm.rank) for _ in range(20)]
+    assert len(set(sends)) == 40
+    done, _ = await asyncio.wait(sends)
+    assert len(done) == 40
+    assert len([await each for each in asyncio.as_completed(sends)]) == 40
+    calls: list[object] = []
+    for work in sends[:2]:
+        work.add_done_callback(calls.append)
+    await asyncio.sleep(0.01)
+    assert calls == sends[:2]
+    for _ in range(40):
+        await comm.recv(tag=1)
 
 
 async def test_sends_may_be_waited_for_in_any_way(comm: Communicator) -> None:

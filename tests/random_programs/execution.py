@@ -195,8 +195,18 @@ class Execution:
         assert part is not None
         me, size, root = self._me, comm.size, step.root % comm.size
         at_root = comm.rank == root
-        x = values(step, me, step.size)
-        wide = values(step, me, step.size * size)
+
+        def placed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            """The array, where this step has it."""
+            if not step.is_resident >> me & 1:
+                return array
+            resident = comm.empty(array.shape, array.dtype)
+            resident[...] = array
+            return resident
+
+        x = placed(values(step, me, step.size))
+        wide = placed(values(step, me, step.size * size))
+        into = placed(np.empty_like(x)) if step.is_into else None
 
         def uneven(dst: int) -> np.ndarray[Any, Any]:
             return values(step, me, block_size(step, me, dst), dst)
@@ -207,7 +217,9 @@ class Execution:
             case "broadcast":
                 return comm.broadcast(x, root)
             case "all_reduce" | "half":
-                return comm.all_reduce(x, out=np.empty_like(x) if step.is_into else None)
+                return comm.all_reduce(x, out=into)
+            case "deterministic":
+                return comm.all_reduce(x, out=into, deterministic=True)
             case "avg":
                 return comm.all_reduce(x.real.astype(np.float64), "avg")
             case "function":
@@ -219,7 +231,7 @@ class Execution:
             case "exscan":
                 return comm.exscan(x)
             case "reduce_scatter":
-                return comm.reduce_scatter(wide, out=np.empty_like(x) if step.is_into else None)
+                return comm.reduce_scatter(wide, out=into)
             case "gather":
                 return comm.gather(x, root)
             case "all_gather":

@@ -18,13 +18,16 @@ import numpy as np
 Values = np.ndarray[Any, Any]
 
 SIZES = (0, 1, 2, 7, 255, 256, 257, 3000, 20_000)
+# Beyond the sizes from which on collectives take other algorithms, and beyond what these show at a time.
+LARGE_SIZES = (9000, 40_000, 270_001)
+LARGE_CHANCE = 0.15
 TYPES = ("uint8", "int32", "float64", "complex64")
 
 MESSAGES = ("array", "object", "any source", "probe", "sendrecv", "interrupted", "late")
 COLLECTIVES = (
-    "barrier", "broadcast", "all_reduce", "avg", "half", "function", "reduce", "scan", "exscan", "reduce_scatter",
-    "gather", "all_gather", "scatter", "all_to_all", "uneven gather", "uneven all_gather", "uneven scatter",
-    "uneven all_to_all", "broadcast_object", "gather_object", "all_gather_object", "scatter_object",
+    "barrier", "broadcast", "all_reduce", "deterministic", "avg", "half", "function", "reduce", "scan", "exscan",
+    "reduce_scatter", "gather", "all_gather", "scatter", "all_to_all", "uneven gather", "uneven all_gather",
+    "uneven scatter", "uneven all_to_all", "broadcast_object", "gather_object", "all_gather_object", "scatter_object",
     "all_to_all_object",
 )  # fmt: skip
 GROUPS = ("dup", "split", "subgroup")
@@ -45,6 +48,7 @@ class Step:
         parts: its members as ranks of the first, a tuple for each part that it is split into.
         src, dst: ranks of the first communicator; both in one part.
         root: place in each part, modulo its size.
+        is_resident: bit r: arrays of rank r lie in memory that its node reads.
     """
 
     number: int
@@ -58,6 +62,7 @@ class Step:
     dst: int
     root: int
     is_into: bool
+    is_resident: int
 
     def part_of(self, rank: int) -> tuple[int, ...] | None:
         """The members of the communicator that this rank uses; None if it is in none."""
@@ -74,10 +79,12 @@ def program(seed: int, ranks: int, length: int) -> list[Step]:
         comm = chance.randrange(len(comms))
         parts = comms[comm]
         part = chance.choice(parts)
+        is_large = kind in COLLECTIVES and chance.random() < LARGE_CHANCE
         steps.append(
             Step(
-                number, kind, comm, parts, chance.choice(SIZES), chance.choice(TYPES), _tag(chance, kind, number),
-                chance.choice(part), chance.choice(part), chance.randrange(ranks), chance.random() < 0.5,
+                number, kind, comm, parts, chance.choice(LARGE_SIZES if is_large else SIZES), chance.choice(TYPES),
+                _tag(chance, kind, number), chance.choice(part), chance.choice(part), chance.randrange(ranks),
+                chance.random() < 0.5, chance.choice((0, 0, 2**ranks - 1, chance.randrange(2**ranks))),
             )
         )  # fmt: skip
         if kind in GROUPS:
@@ -151,7 +158,7 @@ def expected(step: Step, rank: int) -> Any:
             return None
         case "broadcast":
             return values(step, root, step.size)
-        case "all_reduce" | "half":
+        case "all_reduce" | "half" | "deterministic":
             return _sum(inputs)
         case "avg":
             return _sum([each.real.astype(np.float64) for each in inputs]) / size

@@ -13,7 +13,7 @@ from random_programs.execution import Execution
 from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
 from mpdist import Communicator
-from mpdist.progress import channel, wire
+from mpdist.progress import sending, wire
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
 LENGTH = 120
@@ -35,7 +35,7 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Large arrays and objects whole, or in many small pieces."""
     if request.param:
         monkeypatch.setattr(wire, "PIECE_BYTES", 1500)
-        monkeypatch.setattr(channel, "INLINE_OBJECT_BYTES", 300)
+        monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", 300)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -51,5 +51,5 @@ async def test_random_programs_agree_with_the_reference(comm: Communicator) -> N
             print(f"MPDIST_TEST_SEED={seed} on {comm.size} ranks fails")
             raise
         assert comm._channel.unfinished() == [], f"MPDIST_TEST_SEED={seed}"
-        assert comm._channel.unclaimed() == [], f"MPDIST_TEST_SEED={seed}"
+        assert comm._channel.inbox.unclaimed() == [], f"MPDIST_TEST_SEED={seed}"
         await comm.barrier()

@@ -41,23 +41,30 @@ RECEIVE = replace(
 )
 ANY = replace(RECEIVE, text="recv from any rank, any tag on 'world'", peers=(1, 2, 3))
 SEND = replace(RECEIVE, kind=Kind.SEND, text="send to 1, tag 5 on 'world'")
+TAGGED = replace(RECEIVE, tag=5)
+TAGGED_SEND = replace(SEND, tag=5)
+ANYTHING = -1
 CALL = Posted(3, "all_reduce", "float32 x 4 sum", "train.py:12", 61.0)
 BEFORE = Posted(2, "all_reduce", None, "train.py:30", None)
 
 
 def answered(
-    posted: int | None, *calls: Posted, sends: int = 0, receives: int = 0, is_finished: bool = False
+    posted: int | None,
+    *calls: Posted,
+    sends: tuple[int, ...] = (),
+    receives: tuple[int, ...] = (),
+    is_finished: bool = False,
 ) -> Answer:
     place = "train.py:36 in load_batch: time.sleep(60)"
     return Answer(is_finished, place, (), {KEY: ChannelState(posted, calls, sends, receives)})
 
 
-def done(posted: int, **counts: int) -> Answer:
-    return answered(posted, is_finished=True, **counts)  # type: ignore[arg-type]
+def done(posted: int, **tags: tuple[int, ...]) -> Answer:
+    return answered(posted, is_finished=True, **tags)  # type: ignore[arg-type]
 
 
 def test_an_answer_survives_its_letter() -> None:
-    answer = replace(answered(3, BEFORE, CALL, sends=2), waits=("recv from 0",))
+    answer = replace(answered(3, BEFORE, CALL, sends=(2, 7), receives=(ANYTHING,)), waits=("recv from 0",))
     assert Answer.of_json(json.loads(json.dumps(answer.as_json()))) == answer
 
 
@@ -128,13 +135,19 @@ def test_the_lowest_rank_that_waits_for_long_is_the_spokesman() -> None:
         (COLLECTIVE, {1: answered(None, is_finished=True)}, None),  # it was closed there; how far it came is not known
         (RECEIVE, {2: done(0)}, None),
         (RECEIVE, {1: done(0)}, [1]),
-        (RECEIVE, {1: done(0, sends=1)}, None),  # a message is on its way
+        (RECEIVE, {1: done(0, sends=(5,))}, None),  # a message is on its way
+        (TAGGED, {1: done(0, sends=(3, 5))}, None),
+        (TAGGED, {1: done(0, sends=(ANYTHING, 3))}, None),  # too many to be listed
+        (TAGGED, {1: done(0, sends=(3, 4))}, [1]),
         (replace(RECEIVE, is_moving=True), {1: done(0)}, None),
         (ANY, {1: done(0), 2: done(0)}, None),
         (ANY, {1: done(0), 2: done(0), 3: done(0)}, [1, 2, 3]),
-        (ANY, {1: done(0), 2: done(0, sends=2), 3: done(0)}, None),
+        (ANY, {1: done(0), 2: done(0, sends=(2,)), 3: done(0)}, None),
         (SEND, {1: done(0)}, [1]),
-        (SEND, {1: done(0, receives=1)}, None),
+        (SEND, {1: done(0, receives=(1,))}, None),
+        (TAGGED_SEND, {1: done(0, receives=(5,))}, None),
+        (TAGGED_SEND, {1: done(0, receives=(ANYTHING,))}, None),
+        (TAGGED_SEND, {1: done(0, receives=(4,))}, [1]),
     ],
 )
 def test_what_only_finished_ranks_could_give(
@@ -151,7 +164,10 @@ def test_of_waits_that_may_end_each_other_all_must_be_in_vain() -> None:
 
 
 def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
-    assert stuck_text(0, COLLECTIVE, [1]) == (
+    assert stuck_text(0, COLLECTIVE, [1], {1: done(0)}) == (
         "rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished"
     )
-    assert stuck_text(0, ANY, [1, 2, 3]).endswith("(a.py:7) for ranks 1-3, which have finished")
+    assert stuck_text(0, ANY, [1, 2, 3], {}).endswith("(a.py:7) for ranks 1-3, which have finished")
+    assert stuck_text(0, TAGGED, [1], {1: done(0, sends=(3, 4))}).endswith("which has finished (and sends tags 3, 4)")
+    offered = {1: done(0, receives=(4,))}
+    assert stuck_text(0, TAGGED_SEND, [1], offered).endswith("which has finished (and receives tag 4)")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from cli.jobs import PROMISED_SECONDS
-from runtime.programs import FAILING, IS_OPENMPI, LAUNCHERS, Program, fail, program, report
+from runtime.programs import CHILDREN, FAILING, IS_OPENMPI, LAUNCHERS, Program, fail, program, report, run
 
 pytestmark = pytest.mark.job
 
@@ -25,6 +25,7 @@ WAYS = {
     "sysexit3": (3, "sys.exit(3)"),
     "sysexit256": (1, "sys.exit(256)"),
     "exittext": (1, "sys.exit('no more data')"),
+    "raise": (5, "SystemExit(5)"),
     "sigterm": (143, "SIGTERM"),
 }
 # the same, of the ranks that wait for it
@@ -42,7 +43,12 @@ ALWAYS = [
     ("bare", "import", "recv", "plain"),
     ("bare", "exit", "recv", "plain"),
     ("bare", "sysexit3", "idle", "loop"),
+    ("bare", "raise", "recv", "plain"),
+    ("bare", "raise", "idle", "loop"),
+    ("bare", "raise", "barrier", "main"),
+    ("bare", "sysexit3", "idle", "main"),
     ("bare", "sigterm", "all_reduce", "run"),
+    ("mpdist", "raise", "idle", "main"),
     ("mpdist", "exception", "recv", "run"),
     ("mpdist", "sysexit3", "idle", "run"),
 ]
@@ -61,6 +67,10 @@ ALL = [
 )
 def test_failure_of_a_rank_ends_the_job_and_is_named(launcher: str, how: str, where: str, style: str) -> None:
     status, reason = WAYS[how]
+    if style in ("run", "uvloop"):
+        reason = reason.replace("SystemExit", "sys.exit")  # what leaves run() is the same
+    if style == "main":
+        reason = reason.replace("sys.exit", "SystemExit")
     ended = fail(launcher, how, where, style)
     assert ended.status == status
     line = report(ended)
@@ -109,13 +119,36 @@ def test_lost_rank_is_named_under_mpdist_run(how: str) -> None:
     assert report(ended).startswith("mpdist: rank 1 of 3 (host ")
 
 
-def test_crash_shows_the_python_stack() -> None:
-    ended = fail("bare", "sigsegv", "recv", "run")
+@pytest.mark.parametrize(("how", "name"), [("sigsegv", "SIGSEGV"), ("sigabrt", "SIGABRT"), ("thread_crash", "SIGSEGV")])
+def test_crash_shows_the_python_stack_then_names_the_rank(how: str, name: str) -> None:
+    ended = fail("bare", how, "recv", "run")
+    assert ended.status != 0
+    line = report(ended)
+    assert "mpdist: rank 1 of 3 (host " in line
+    assert line.endswith(f"): crashed by {name}; the job is stopped")
+    assert ended.err.index("failing.py") < ended.err.index("mpdist: rank")
+
+
+def test_endless_recursion_in_c_code_shows_the_python_stack() -> None:
+    """There is no room on the stack for more than faulthandler."""
+    ended = fail("bare", "overflow", "recv", "plain")
     assert ended.status != 0
     assert "failing.py" in ended.err
-    if IS_OPENMPI:  # stops the others by a signal that they notice; hydra does not
-        assert "rank 1 of 3" in report(ended)
-        assert "has died" in report(ended)
+
+
+def test_crash_of_a_child_names_no_rank() -> None:
+    ended = run("bare", 2, CHILDREN, "crash")
+    assert ended.status == 0
+    assert ended.out.count("added") == 2
+    assert "mpdist: " not in ended.err
+
+
+@pytest.mark.skipif(not IS_OPENMPI, reason="hydra stops the other ranks by SIGKILL: they can't say anything")
+def test_ranks_that_are_stopped_name_the_one_that_has_died() -> None:
+    ended = fail("bare", "_exit0", "recv", "run")
+    assert ended.status != 0
+    assert "rank 1 of 3" in report(ended)
+    assert "has died" in report(ended)
 
 
 # ---------------------------------------------------------------------- signals to the launcher

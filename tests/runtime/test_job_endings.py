@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from runtime.programs import CHILDREN, ENDING, run
+from cli.jobs import PROMISED_SECONDS
+from runtime.programs import CHILDREN, ENDING, report, run
 
 pytestmark = pytest.mark.job
 
-ENDINGS = ["various", "loop", "finalize", "late", "needed", "mpi4py_first", "mpi4py_later"]
+# From the launch to the first line of the program, on a busy machine.
+START_SECONDS = 5.0
+
+ENDINGS = [
+    "various", "loop", "finalize", "late", "needed", "mpi4py_first", "mpi4py_later", "many_tags", "seen_task",
+    "forgotten_task_of_another_loop", "before",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ENDINGS)
@@ -39,6 +46,39 @@ def test_message_that_nobody_will_receive_ends_the_job() -> None:
     ended = run("bare", 2, ENDING, "lost_send")
     assert ended.status == 1
     assert "rank 1 waits in send to 0, tag 3" in ended.err
+    assert "(the end of its program, in the final drain)" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (
+            "crossed",
+            "rank 0 waits in recv from 1, tag 4 on 'world' ({}) for rank 1, which has finished (and sends tag 3)",
+        ),
+        (
+            "crossed_at_the_end",
+            "rank 1 waits in send to 0, tag 3 on 'world' ({}) for rank 0, which has finished (and receives tag 4)",
+        ),
+    ],
+)
+def test_message_of_another_tag_ends_the_job(how: str, reason: str) -> None:
+    ended = run("bare", 2, ENDING, how)
+    assert ended.status == 1
+    before, after = reason.split("{}")
+    line = report(ended)
+    assert before in line
+    assert after in line
+    assert ended.seconds < START_SECONDS + PROMISED_SECONDS
+
+
+def test_forgotten_task_that_has_failed_ends_the_job() -> None:
+    """asyncio never reports a task to which the program still refers."""
+    ended = run("bare", 2, ENDING, "forgotten_task")
+    assert ended.status == 1
+    assert "rank 1 of 2" in report(ended)
+    assert "ValueError: boom (in task 'loader'); the job is stopped" in report(ended)
+    assert ended.err.index("Traceback") < ended.err.index("mpdist: ")
 
 
 def test_progress_thread_advances_operations_while_python_computes() -> None:

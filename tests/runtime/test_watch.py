@@ -16,6 +16,9 @@ from mpdist.runtime.watch import LONGEST_SCAN, Late, Watch
 class Forever(Work[None]):
     """An operation that does not end."""
 
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
     def _poll(self) -> bool:
         return False
 

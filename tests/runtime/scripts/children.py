@@ -3,8 +3,10 @@
 children.py HOW
 """
 
+import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -77,6 +79,10 @@ def start_mpdist(_=None):
     return "no error"
 
 
+def crash(world):
+    assert fork(lambda: ctypes.string_at(0)) == -signal.SIGSEGV
+
+
 def forks(world):
     assert fork(lambda: None) == 0
     assert fork(lambda: sys.exit(3)) == 3
@@ -120,6 +126,7 @@ def dataloader(world):
 
 
 def main(how):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     world = mpdist.init()
     world.barrier().wait()
     if world.rank == 1:

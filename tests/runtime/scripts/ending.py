@@ -32,6 +32,21 @@ def loop():
     asyncio.run(add(mpdist.init()))
 
 
+def before():
+    """Before init() nothing communicates, and the refusal starts nothing."""
+    for call in (lambda: mpdist.Communicator.from_mpi4py(None), lambda: mpdist.run(add(None))):
+        try:
+            call()
+        except mpdist.UsageError as error:
+            if "mpdist.init()" not in str(error) and "write mpdist.run(add)" not in str(error):
+                raise
+        else:
+            raise AssertionError("no error")
+    mpdist.finalize()
+    assert "mpi4py.MPI" not in sys.modules
+    mpdist.run(add)
+
+
 def finalize():
     """finalize() can be called twice, and the program may go on for itself."""
     world = mpdist.init()
@@ -179,6 +194,70 @@ def crossed():
         world.send(np.ones(LARGE), 0, tag=3)
     if world.rank == 0:
         world.recv(src=1, tag=4).wait()
+
+
+def crossed_at_the_end():
+    """The same, where nobody waits for the message any more, and another receive is left."""
+    world = mpdist.init()
+    if world.rank == 1:
+        world.send(np.ones(LARGE), 0, tag=3)
+    if world.rank == 0:
+        world.recv(src=1, tag=4)
+
+
+def many_tags():
+    """More tags than one answer lists, and the one that is waited for is among them."""
+    world = mpdist.init()
+    if world.rank == 1:
+        for tag in range(100):
+            world.send(np.ones(LARGE // 16), 0, tag=tag)
+    if world.rank == 0:
+        time.sleep(LATE_SECONDS)
+        for tag in range(99, -1, -1):
+            assert world.recv(src=1, tag=tag).wait().tag == tag
+
+
+TASKS = []
+
+
+async def fails():
+    raise ValueError("boom")
+
+
+def forgotten_task():
+    """A task fails, and the program refers to it without looking."""
+
+    async def main(world):
+        if world.rank == 1:
+            TASKS.append(asyncio.create_task(fails(), name="loader"))
+            await asyncio.sleep(0.01)
+        await world.barrier()
+
+    mpdist.run(main)
+
+
+def seen_task():
+    """The same, but the program looks at it, after run."""
+
+    async def main(world):
+        TASKS.append(asyncio.create_task(fails()))
+        await asyncio.sleep(0.01)
+        await world.barrier()
+
+    mpdist.run(main)
+    assert isinstance(TASKS[0].exception(), ValueError)
+
+
+def forgotten_task_of_another_loop():
+    """asyncio's own rules hold in a loop that is not ours."""
+
+    async def main(world):
+        TASKS.append(asyncio.create_task(fails()))
+        await asyncio.sleep(0.01)
+        await world.barrier()
+
+    asyncio.run(main(mpdist.init()))
+    TASKS[0]._log_traceback = False  # asyncio itself would print it when the interpreter ends
 
 
 if __name__ == "__main__":

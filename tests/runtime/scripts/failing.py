@@ -3,7 +3,7 @@
     failing.py HOW WHERE STYLE
 
 STYLE is how the program is made: `run` (mpdist.run), `uvloop` (the same under uvloop), `loop` (asyncio.run and init),
-`plain` (init, no loop).
+`plain` (init, no loop), `main` (the status of a main function is raised at the end of the script).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import numpy as np
 
 import mpdist
 
-FAILING = 1
+FAILING = int(os.environ.get("MPDIST_TEST_FAILING", "1"))
 PAUSE_SECONDS = 0.3
 LONG_SECONDS = 60
 
@@ -47,6 +47,15 @@ def fail(how):
         time.sleep(LONG_SECONDS)
     if how == "sigsegv":
         ctypes.string_at(0)
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sigabrt":
+        os.abort()
+    if how == "thread_crash":
+        threading.Thread(target=fail, args=("sigsegv",)).start()
+        time.sleep(LONG_SECONDS)
+    if how == "overflow":
+        overflow()
     if how == "_exit0":
         os._exit(0)
     if how == "wait":
@@ -71,6 +80,19 @@ def post(world, where):
 def compute():
     """A long call of C code, without the GIL."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 25)
+
+
+def overflow():
+    """Fill the stack with calls from Python to C and back."""
+    sys.setrecursionlimit(1 << 30)
+    compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    numbers = (ctypes.c_int * 2)(2, 1)
+
+    def again(a, b):
+        ctypes.CDLL(None).qsort(numbers, 2, 4, compare(again))
+        return 0
+
+    again(0, 0)
 
 
 def say_ready(world):
@@ -160,5 +182,18 @@ def start(how, where, style):
         plain_main(mpdist.init(), how, where)
 
 
+def main():
+    """What many scripts do: the status is returned, and raised."""
+    world = mpdist.init()
+    try:
+        plain_main(world, *sys.argv[1:3])
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
 if __name__ == "__main__":
+    if sys.argv[3] == "main":
+        caught = SystemExit(9)  # an older one, that is no matter
+        raise SystemExit(main())
     start(*sys.argv[1:4])

@@ -1,0 +1,154 @@
+"""Across: all_reduce over several nodes, as a pipeline.
+
+Round by round each member reduces its slice in the node and sends it over its
+rail; many slices are under way while the next are reduced. When one comes back,
+in the order in which they went, it is handed out in the node.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.algorithms.shared.reduction import Reducing
+from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED, TAKEN
+from mpdist.algorithms.shared.turn import Turn
+from mpdist.memory import Folder, as_buffer, as_op
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.cluster import Cluster
+    from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Buffer
+    from mpdist.memory.elements import Array
+    from mpdist.progress.collective import Steps
+    from mpdist.transport.mpi import Transport
+
+# So many slices of a rail are under way: with 256 KiB each, 4 MiB, more than a link of 200 Gbit/s holds in 100 us.
+WINDOW = 16
+
+# Rounds at the end in which nothing is shown: the next collective may write a result slot when all have ended.
+_QUIET_ROUNDS = 2
+
+
+def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Steps[None]:
+    """Reduce x over all members of all nodes into out of all; x may be out."""
+    team = cluster.team
+    task = Reducing(team, x, out, how.op, None, range(team.size), cluster.rails)
+    if not team.is_free():
+        yield team.free()
+    before = team.begin(task.rounds + _QUIET_ROUNDS, x.nbytes, *task.facts())
+    last = before + task.rounds + _QUIET_ROUNDS
+    turn = Turn(team.channel.engine)
+    is_staging = task.x_place == PRIVATE
+    if not is_staging:
+        team.tell(STAGED, last)
+    slices: deque[Slice] = deque()
+    for step in range(task.rounds + WINDOW):
+        if step < task.rounds:
+            number = before + step + 1
+            if is_staging:
+                if not team.are_at(CONSUMED, number - 2):
+                    yield team.all_at(CONSUMED, number - 2)
+                task.stage(step, number)
+                team.tell(STAGED, number)
+            if not team.are_at(STAGED, number):
+                yield team.all_at(STAGED, number)
+            if step == 0:
+                task.look_up()
+            slices.append(Slice(cluster, task.reduce_part(step, number), how))
+            team.tell(CONSUMED, number)
+        if step >= WINDOW:
+            place = step - WINDOW
+            result = yield from slices.popleft().result()
+            yield from _hand_out(task, place, before, result)
+        if turn.is_over:
+            yield turn
+    team.note(STAGED, last)
+    team.tell(REDUCED, last)
+    team.tell(CONSUMED, last)
+    if (task.x_place != PRIVATE or task.out_place != PRIVATE) and not team.are_at(CONSUMED, last):
+        yield team.all_at(CONSUMED, last)
+
+
+def _hand_out(task: Reducing, place: int, before: int, result: Array) -> Steps[None]:
+    """Give this member's slice of a round to the members of its node, and take theirs."""
+    team = task.team
+    number = before + place + 1
+    word, free = (TAKEN, number - 2) if place >= 2 else (CONSUMED, before)
+    if not team.are_at(word, free):
+        yield team.all_at(word, free)
+    task.put_slice(place, number, result)
+    team.tell(REDUCED, number)
+    if task.out_place == PRIVATE:
+        if not team.are_at(REDUCED, number):
+            yield team.all_at(REDUCED, number)
+        task.consume(place, number)
+    team.tell(TAKEN, number)
+
+
+class Slice:
+    """One slice on its way over a rail."""
+
+    def __init__(self, cluster: Cluster, part: Array, how: Reduction) -> None:
+        self._cluster = cluster
+        self._part = part
+        self._how = how
+        rail = cluster.rail
+        self._crossing: Crossing | None = None
+        if rail is None:
+            return
+        if how.element.is_half or rail.reduces_slowly:
+            self._crossing = Crossing(cluster, rail, part, -(-part.size // rail.size), how)
+        else:
+            self._request = rail.iall_reduce(None, as_buffer(part), how.mpi_op)
+
+    def result(self) -> Steps[Array]:
+        """What all nodes have together, in the element's type."""
+        how, second = self._how, self._cluster.second
+        if second is None:
+            return np.empty(0, how.element.storage)
+        if self._crossing is not None:
+            return (yield from self._crossing.gathered(second))
+        yield self._request
+        if how.op.name == "avg":
+            how.folder.fold([self._part], [self._part])
+        return self._part
+
+
+class Crossing:
+    """Rows of each node's part, row r on its way to the r-th node, which reduces them.
+
+    16-bit types cross as float32 where the parts are sums, which are rounded at the end.
+
+    Attributes:
+        request: of the exchange.
+    """
+
+    def __init__(self, cluster: Cluster, rail: Transport, part: Array, width: int, how: Reduction) -> None:
+        self._how = how
+        self._count = part.size
+        self._width = width
+        # With one rank a node the parts are inputs, and exact in 16 bits.
+        is_input = all(len(members) == 1 for members in cluster.nodes) and how.op.factor is None
+        is_wide = how.element.is_half and not is_input
+        sent = np.zeros((rail.size, width), np.float32 if is_wide else how.element.storage)
+        Folder(as_op("sum"), how.element, None).fold([part], [sent.reshape(-1)[: part.size]])
+        self._rows = np.empty_like(sent)
+        self.request = rail.iall_to_all(as_buffer(sent), as_buffer(self._rows))
+
+    def fold_into(self, out: Array) -> None:
+        """This node's row of the result, rounded once."""
+        how = self._how
+        op = as_op("sum") if how.op.factor is not None else how.op  # factors have been applied
+        Folder(op, how.element, how.size).fold(list(self._rows), [out])
+
+    def gathered(self, rail: Transport) -> Steps[Array]:
+        """All rows of the result."""
+        yield self.request
+        mine = np.empty(self._width, self._how.element.storage)
+        self.fold_into(mine)
+        whole = np.empty((rail.size, self._width), self._how.element.storage)
+        yield rail.iall_gather(as_buffer(mine), as_buffer(whole))
+        return whole.reshape(-1)[: self._count]

@@ -1,0 +1,176 @@
+"""Choose: which algorithm a collective takes; the same answer on every rank.
+
+It depends only on what is equal on all ranks: the operation, the size, where the
+ranks are, and a table of thresholds that rank 0 reads at start. Whether an array
+lies in shared memory differs between ranks, so it decides nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from mpdist.errors import UsageError
+
+
+class Algorithm(Enum):
+    """How a collective is done."""
+
+    NATIVE = "native"
+    """MPI's own call."""
+    SHARED = "shared"
+    """Through memory that the ranks of the node map."""
+    HIERARCHICAL = "hierarchical"
+    """Shared memory within each node, MPI between them."""
+
+
+KIB = 1024
+BUSY_BYTES = 32 * 1024 * KIB
+"""From here on MPI's call would hold the event loop for 3 ms and more, and is not faster any more."""
+
+# Bytes of one rank's input from which on an algorithm is faster than MPI's own call. Measured by
+# `mpdist bench --tune`, 2 ranks on 2 cores; operations that are missing always take MPI's call.
+SHARED_FROM: dict[str, dict[str, int]] = {
+    "mpich": {
+        "barrier": 0,
+        "all_reduce": 8 * KIB,
+        "reduce": 256 * KIB,
+        "reduce_scatter": 512 * KIB,
+        "broadcast": 512 * KIB,
+        "gather": 512 * KIB,
+        "scatter": 256 * KIB,
+        "all_gather": BUSY_BYTES,
+        "all_to_all": BUSY_BYTES,
+    },
+    "openmpi": {
+        "barrier": 0,
+        "all_reduce": 8 * KIB,
+        "reduce": 64 * KIB,
+        "reduce_scatter": 512 * KIB,
+        "broadcast": 512 * KIB,
+        "gather": 512 * KIB,
+        "scatter": 256 * KIB,
+        "all_gather": BUSY_BYTES,
+        "all_to_all": BUSY_BYTES,
+    },
+}
+# Between nodes the link decides: each byte crosses it once instead of once for each rank.
+HIERARCHICAL_FROM: dict[str, int] = {
+    "barrier": 0,
+    "all_reduce": 64 * 1024,
+    "reduce": 64 * 1024,
+    "reduce_scatter": 64 * 1024,
+    "all_gather": 64 * 1024,
+    "broadcast": 64 * 1024,
+}
+OPERATIONS = tuple(SHARED_FROM["mpich"])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the ranks of a communicator are.
+
+    Attributes:
+        size: number of ranks.
+        nodes: number of nodes that they are on.
+        is_sharing: whether the ranks of each node can share memory.
+    """
+
+    size: int
+    nodes: int
+    is_sharing: bool
+
+    @classmethod
+    def of(cls, nodes: Sequence[int], is_sharing: bool) -> Layout:
+        """`nodes` says for each rank which node it is on."""
+        return cls(len(nodes), len(set(nodes)), is_sharing)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From which size on an operation takes which algorithm.
+
+    Attributes:
+        forced: the only algorithm to be used where it exists; None: by size.
+    """
+
+    shared: Mapping[str, int] = field(default_factory=dict)
+    hierarchical: Mapping[str, int] = field(default_factory=dict)
+    forced: Algorithm | None = None
+
+
+def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algorithm:
+    """Pick the algorithm for one collective of `nbytes` a rank; the same answer on every rank."""
+    start = starts(op, layout, thresholds)
+    return start[1] if start is not None and nbytes >= start[0] else Algorithm.NATIVE
+
+
+def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algorithm] | None:
+    """From how many bytes on which algorithm takes the place of MPI's own call; None: never."""
+    if layout.size == 1 or not layout.is_sharing or layout.nodes == layout.size:
+        return None
+    algorithm = Algorithm.SHARED if layout.nodes == 1 else Algorithm.HIERARCHICAL
+    known = SHARED_FROM["mpich"] if algorithm is Algorithm.SHARED else HIERARCHICAL_FROM
+    if op not in known or thresholds.forced is Algorithm.NATIVE:
+        return None
+    if thresholds.forced is not None:
+        return 0, algorithm
+    table = thresholds.shared if algorithm is Algorithm.SHARED else thresholds.hierarchical
+    return (table[op], algorithm) if op in table else None
+
+
+def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) -> Thresholds:
+    """The thresholds of this machine: measured ones where there are, else those of the table above.
+
+    Args:
+        forced: "auto", or an Algorithm's value.
+        path: of a file that `mpdist bench --tune` has written; empty: where it writes by itself.
+        mpi: family of the MPI.
+        ranks: on the largest node.
+        cores: of it.
+
+    Raises:
+        UsageError: the file is asked for and cannot be read.
+    """
+    measured = _measured(Path(path) if path else default_path(), bool(path), mpi, ranks, cores)
+    return Thresholds(
+        {**SHARED_FROM.get(mpi, SHARED_FROM["mpich"]), **measured.get("shared", {})},
+        {**HIERARCHICAL_FROM, **measured.get("hierarchical", {})},
+        None if forced == "auto" else Algorithm(forced),
+    )
+
+
+def default_path() -> Path:
+    """Where `mpdist bench --tune` writes."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "mpdist" / "tuning.json"
+
+
+def _measured(path: Path, is_asked_for: bool, mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
+    if not path.exists() and not is_asked_for:
+        return {}
+    try:
+        tables = json.loads(path.read_text())["tables"]
+        for table in tables:
+            if (table["mpi"], table["ranks"], table["cores"]) == (mpi, ranks, cores):
+                return _by_algorithm(table["thresholds"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"the table of thresholds {path} cannot be read ({type(error).__name__}: {error}); "
+            "write it anew by `mpdist bench --tune`, or remove it"
+        ) from error
+    return {}
+
+
+def _by_algorithm(thresholds: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """{"all_reduce": {"shared_from": n}} as {"shared": {"all_reduce": n}}."""
+    found: dict[str, dict[str, int]] = {"shared": {}, "hierarchical": {}}
+    for op, row in thresholds.items():
+        for algorithm, table in found.items():
+            if row.get(f"{algorithm}_from") is not None:
+                table[op] = int(row[f"{algorithm}_from"])
+    return found

@@ -1,0 +1,131 @@
+"""Programs: the collectives of a communicator whose ranks share memory, for posting.
+
+The first of them on a communicator makes its team. Where one of the ranks has no
+memory left for it, all take MPI's own call instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.algorithms import native
+from mpdist.algorithms.shared import direct, exchange, reduction
+from mpdist.algorithms.shared.small import SmallAllReduce
+from mpdist.algorithms.shared.team import Team, assemble
+from mpdist.memory import as_buffer
+from mpdist.progress.collective import Steps
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Buffer
+    from mpdist.progress.channel import Channel
+    from mpdist.transport.mpi import Request, Transport
+
+
+def team_of(channel: Channel) -> Steps[Team | None]:
+    """The team of all members of the communicator, made at the first call."""
+    if not channel.has_met:
+        team = yield from assemble(channel, range(channel.size))
+        channel.team, channel.has_met = team, True
+    return channel.team  # type: ignore[return-value]  # an object of this level, kept by a lower one
+
+
+def _reductions(team: Team) -> ModuleType:
+    return reduction if team.shared.reach is None else direct
+
+
+def _exchanges(team: Team) -> ModuleType:
+    return exchange if team.shared.reach is None else direct
+
+
+def barrier(transport: Transport, channel: Channel) -> Steps[None]:
+    team = yield from team_of(channel)
+    yield transport.ibarrier() if team is None else team.enter_barrier()
+
+
+def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
+    """x None: in place."""
+    team = yield from team_of(channel)
+    if team is None:
+        return (yield from native.all_reduce(transport, x, out, how))
+    source = out if x is None else x
+    if SmallAllReduce.fits(team, source, how):
+        yield SmallAllReduce(team, source, out, how.folder)
+    else:
+        yield from _reductions(team).all_reduce(team, source, out, how.op, how.size)
+    return out.owner
+
+
+def reduce(
+    transport: Transport, channel: Channel, x: Buffer, out: Buffer | None, how: Reduction, dst: int
+) -> Steps[Any]:
+    team = yield from team_of(channel)
+    if team is None:
+        return (yield from native.reduce(transport, x, out, how, dst))
+    yield from _reductions(team).reduce(team, x, out, how.op, how.size, [dst])
+    return None if out is None else out.owner
+
+
+def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffer, how: Reduction) -> Steps[Any]:
+    team = yield from team_of(channel)
+    if team is None:
+        return (yield from native.reduce_scatter(transport, x, out, how))
+    yield from _reductions(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
+    return out.owner
+
+
+def broadcast(transport: Transport, channel: Channel, x: Buffer, src: int) -> Steps[Any]:
+    team = yield from team_of(channel)
+    if team is None:
+        yield transport.ibroadcast(x, src)
+    else:
+        yield from _exchanges(team).broadcast(team, x, src)
+    return x.owner
+
+
+def gather(transport: Transport, channel: Channel, x: Buffer, out: Buffer | None, dst: int) -> Steps[Any]:
+    team = yield from team_of(channel)
+    if team is None:
+        return (yield from native.gather(transport, x, out, dst))
+    yield from _exchanges(team).gather(team, x, out, dst)
+    return None if out is None else out.owner
+
+
+def all_gather(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -> Steps[Any]:
+    return (yield from _into(channel, "all_gather", transport.iall_gather, x, out))
+
+
+def all_to_all(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -> Steps[Any]:
+    return (yield from _into(channel, "all_to_all", transport.iall_to_all, x, out))
+
+
+def _into(
+    channel: Channel,
+    op: str,
+    call: Callable[[Buffer, Buffer], Request],
+    x: Buffer,
+    out: Buffer,
+) -> Steps[Any]:
+    team = yield from team_of(channel)
+    if team is None:
+        yield call(x, out)
+    else:
+        yield from getattr(_exchanges(team), op)(team, x, out)
+    return out.owner
+
+
+def scatter(transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
+    """Even blocks of x of src; a rank's out may be of another type, as long as it has the bytes."""
+    team = yield from team_of(channel)
+    if team is None:
+        yield transport.iscatter(x, out, src)
+    else:
+        yield from _exchanges(team).scatter(team, None if x is None else _as_bytes(x), _as_bytes(out), src)
+
+
+def _as_bytes(buffer: Buffer) -> Buffer:
+    return as_buffer(buffer.array().view(np.uint8))

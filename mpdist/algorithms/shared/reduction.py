@@ -1,0 +1,349 @@
+"""Reduction: all_reduce, reduce and reduce_scatter over shared memory.
+
+Each member reduces its own slice of all inputs, in the order of ranks, so the
+result depends neither on timing nor on sizes, and is the same bits everywhere.
+
+    stage    private memory: the others' slices go into this member's slot
+    reduce   its own slice of all inputs, into its own output, straight into the outputs that it can reach,
+             and into a slot for those that it can't
+    consume  private memory: the slices of the others
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.algorithms.shared.exchange import Shown
+from mpdist.algorithms.shared.moving import copy, fold
+from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, SLOT_BYTES, STAGED
+from mpdist.algorithms.shared.turn import Turn
+from mpdist.memory import Folder
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.shared.moving import Memory
+    from mpdist.algorithms.shared.team import Team
+    from mpdist.memory import Buffer, Element, ReduceOp
+    from mpdist.memory.elements import Array
+    from mpdist.memory.ops import Factor
+    from mpdist.progress.collective import Steps
+
+# Slices begin at multiples of so many elements: no two members write into one line of a cache.
+_STEP = 64
+
+X_AT, OUT_AT, FACTOR = 0, 1, 2
+
+
+def cuts(count: int, parts: int, members: int) -> list[int]:
+    """Where the slices of the first `parts` members begin, and the end; the slices of the others are empty."""
+    width = -(-count // parts // _STEP) * _STEP
+    return [min(part * width, count) for part in range(parts)] + [count] * (members + 1 - parts)
+
+
+class Reducing:
+    """One all_reduce or reduce of this member, round by round.
+
+    Attributes:
+        receivers: the members that get the result.
+        parts: so many members reduce a slice.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        x: Buffer,
+        out: Buffer | None,
+        op: ReduceOp,
+        terms: int | None,
+        receivers: Sequence[int],
+        parts: int,
+    ) -> None:
+        self.team = team
+        self.x = x.array()
+        self.out = None if out is None else out.array()
+        self.op = op
+        self.terms = terms
+        self.element: Element = x.element
+        self.receivers = receivers
+        self.parts = parts
+        self.count = x.count
+        self.width = min(team.round_bytes, parts * RESULT_BYTES * team.round_bytes // SLOT_BYTES) // x.element.itemsize
+        self.rounds = max(1, -(-x.count // self.width))
+        self.x_place = team.place_of(x)
+        self.out_place = PRIVATE if out is None else team.place_of(out)
+        self.slots, self.results = team.slots(x.element)
+        self.is_pair = team.size == 2 and len(receivers) == 2
+        self._inputs: list[Memory | None] = []
+        self._outputs: list[Memory | None] = []
+
+    def span(self, place: int) -> tuple[int, int]:
+        start = place * self.width
+        return start, min(start + self.width, self.count)
+
+    def stage(self, place: int, number: int) -> None:
+        """Show the slices of the others."""
+        start, end = self.span(place)
+        slot = self.slots[number % 2][self.team.rank]
+        if self.is_pair:
+            np.copyto(slot[: end - start], self.x[start:end])
+            return
+        at = cuts(end - start, self.parts, self.team.size)
+        for low, high in ((0, at[self.team.rank]), (at[self.team.rank + 1], end - start)):
+            if high > low:
+                np.copyto(slot[low:high], self.x[start + low : start + high])
+
+    def look_up(self) -> None:
+        """What the members have told about their arrays."""
+        team = self.team
+        team.check_fit(range(team.size))
+        self._inputs = [self._memory(member, place) for member, place in enumerate(team.facts(X_AT))]
+        self._outputs = [self._memory(member, place) for member, place in enumerate(team.facts(OUT_AT))]
+        self.is_pair = self.is_pair and not any(each is not None for each in [*self._inputs, *self._outputs])
+        self._inputs[team.rank] = self.x
+        if self.out_place != PRIVATE:
+            self._outputs[team.rank] = self.out
+        self._folder = Folder(self.op, self.element, self.terms, factors_of(team, self.op, self.element))
+
+    def _memory(self, member: int, place: int) -> Memory | None:
+        return self.team.memory(member, place, self.count, self.element)
+
+    def reduce_round(self, place: int, number: int) -> None:
+        """All of a round, of private memory."""
+        assert self.out is not None
+        start, end = self.span(place)
+        fold(self._folder, self._sources(place, number, 0, end - start), [self.out[start:end]])
+
+    def reduce_slice(self, place: int, number: int) -> None:
+        """This member's slice of a round, to wherever it is needed."""
+        low, high = self._own_slice(place)
+        if low < high:
+            fold(self._folder, self._sources(place, number, low, high), self._places(place, number, low, high))
+
+    def reduce_part(self, place: int, number: int) -> Array:
+        """This member's slice of a round as a new array: a part of something larger, so 16-bit types in float32."""
+        low, high = self._own_slice(place)
+        part: Array = np.empty(high - low, np.float32 if self.element.is_half else self.element.storage)
+        if low < high:
+            fold(self._folder, self._sources(place, number, low, high), [part])
+        return part
+
+    def put_slice(self, place: int, number: int, result: Array) -> None:
+        """The whole of what this member's slice was a part of, to wherever it is needed."""
+        for target in self._places(place, number, *self._own_slice(place)):
+            copy(target, result)
+
+    def _own_slice(self, place: int) -> tuple[int, int]:
+        start, end = self.span(place)
+        at = cuts(end - start, self.parts, self.team.size)
+        return at[self.team.rank], at[self.team.rank + 1]
+
+    def _sources(self, place: int, number: int, low: int, high: int) -> list[Memory]:
+        start, slots = place * self.width, self.slots[number % 2]
+        return [
+            slots[member][low:high] if whole is None else whole[start + low : start + high]
+            for member, whole in enumerate(self._inputs)
+        ]
+
+    def _places(self, place: int, number: int, low: int, high: int) -> list[Memory]:
+        start = place * self.width
+        outs = [self._outputs[member] for member in self.receivers]
+        places = [out[start + low : start + high] for out in outs if out is not None]
+        if self.out is not None and self.out_place == PRIVATE:
+            places.append(self.out[start + low : start + high])
+        if self._needs_slot(outs):
+            places.append(self.results[number % 2][self.team.rank][: high - low])
+        return places
+
+    def _needs_slot(self, outs: list[Memory | None]) -> bool:
+        """Whether some other member waits for the slice in this member's slot."""
+        if self.out is not None and self.out_place != PRIVATE:
+            return False  # it is read there
+        mine = 1 if self.out is not None else 0
+        return sum(out is None for out in outs) > mine
+
+    def consume(self, place: int, number: int) -> None:
+        """The slices of the others, into private memory."""
+        assert self.out is not None
+        start, end = self.span(place)
+        at = cuts(end - start, self.parts, self.team.size)
+        results = self.results[number % 2]
+        for member in self.team.after_own():
+            low, high = at[member], at[member + 1]
+            if low == high:
+                continue
+            whole = self._outputs[member]
+            source = results[member][: high - low] if whole is None else whole[start + low : start + high]
+            copy(self.out[start + low : start + high], source)
+
+    def facts(self) -> tuple[int, ...]:
+        if self.op.factor is None:
+            return self.x_place, self.out_place
+        return self.x_place, self.out_place, *words_of(self.op, self.element)
+
+
+def reduce(
+    team: Team,
+    x: Buffer,
+    out: Buffer | None,
+    op: ReduceOp,
+    terms: int | None,
+    receivers: Sequence[int],
+) -> Steps[None]:
+    """Reduce x over all members into out of the receivers.
+
+    Args:
+        out: as large as x, or x itself; None on members that do not receive.
+        terms: how many inputs the result stands for, for avg.
+    """
+    task = Reducing(team, x, out, op, terms, receivers, team.size)
+    turn = Turn(team.channel.engine)
+    if not team.is_free():
+        yield team.free()
+    before = team.begin(task.rounds, x.nbytes, *task.facts())
+    last = before + task.rounds
+    is_staging = task.x_place == PRIVATE
+    is_consuming = out is not None and task.out_place == PRIVATE
+    if is_staging:
+        if not team.are_at(CONSUMED, before - 1):
+            yield team.all_at(CONSUMED, before - 1)
+        task.stage(0, before + 1)
+    team.tell(STAGED, before + 1 if is_staging else last)
+    for place in range(task.rounds):
+        number = before + place + 1
+        if not team.are_at(STAGED, number):
+            yield team.all_at(STAGED, number)
+        if place == 0:
+            task.look_up()
+            if task.is_pair:
+                yield from _reduce_as_pair(task, turn, before)
+                return
+        if not team.are_at(CONSUMED, number - 2):
+            yield team.all_at(CONSUMED, number - 2)
+        task.reduce_slice(place, number)
+        team.tell(REDUCED, number)
+        if turn.is_over:
+            yield turn
+        if is_staging and number < last:
+            if not team.are_at(CONSUMED, number - 1):
+                yield team.all_at(CONSUMED, number - 1)
+            task.stage(place + 1, number + 1)
+            team.tell(STAGED, number + 1)
+            if turn.is_over:
+                yield turn
+        if is_consuming:
+            if not team.are_at(REDUCED, number):
+                yield team.all_at(REDUCED, number)
+            task.consume(place, number)
+            if turn.is_over:
+                yield turn
+        team.tell(CONSUMED, number)
+    if (task.x_place != PRIVATE or task.out_place != PRIVATE) and not team.are_at(CONSUMED, last):
+        yield team.all_at(CONSUMED, last)
+
+
+def _reduce_as_pair(task: Reducing, turn: Turn, before: int) -> Steps[None]:
+    """Two members with private memory, of which both have shown the first round.
+
+    Each reduces everything: that moves as many bytes from core to core as a slice each, in half the steps.
+    """
+    team = task.team
+    last = before + task.rounds
+    team.note(REDUCED, last)
+    staged = 1
+    for place in range(task.rounds):
+        number = before + place + 1
+        while staged < min(place + 2, task.rounds):
+            if not team.are_at(CONSUMED, number - 1):
+                yield team.all_at(CONSUMED, number - 1)
+            task.stage(staged, before + staged + 1)
+            staged += 1
+            team.tell(STAGED, before + staged)
+            if turn.is_over:
+                yield turn
+        if not team.are_at(STAGED, number):
+            yield team.all_at(STAGED, number)
+        task.reduce_round(place, number)
+        team.tell(CONSUMED, number)
+        if turn.is_over:
+            yield turn
+
+
+def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | None) -> Steps[None]:
+    """Reduce x over all members into out of all."""
+    return reduce(team, x, out, op, terms, range(team.size))
+
+
+def reduce_scatter(
+    team: Team, x: Buffer, columns: int, op: ReduceOp, terms: int | None, mine: Sequence[tuple[int, Array]]
+) -> Steps[None]:
+    """Reduce x over all members; each keeps some of its rows.
+
+    Args:
+        x: rows of `columns` elements.
+        terms: as of `reduce`.
+        mine: the rows that this member keeps, and where to; no other member keeps them, and each keeps as many.
+    """
+    shown = Shown(team, x, x.count // columns if columns else team.size, columns, x.element)
+    turn = Turn(team.channel.engine)
+    if not team.is_free():
+        yield team.free()
+    before = team.begin(shown.rounds, x.nbytes, shown.place_of_x, PRIVATE, *words_of(op, x.element))
+    last = before + shown.rounds
+    kept = {row for row, _ in mine}
+    read_by_others = [row for row in range(shown.rows) if row not in kept]
+    folder: Folder | None = None
+    team.tell(REDUCED, last)
+    if not shown.is_staged:
+        team.tell(STAGED, last)
+    for place in range(shown.rounds):
+        number = before + place + 1
+        yield from shown.stage_ahead(place, before, read_by_others, turn)
+        if not team.are_at(STAGED, number):
+            yield team.all_at(STAGED, number)
+        if folder is None:
+            team.check_fit(range(team.size))
+            shown.look_up(range(team.size))
+            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
+        start, end = shown.span(place)
+        for row, target in mine:
+            fold(folder, [shown.part(member, row, place, number) for member in range(team.size)], [target[start:end]])
+            if turn.is_over:
+                yield turn
+        team.tell(CONSUMED, number)
+    if shown.place_of_x != PRIVATE and not team.are_at(CONSUMED, last):
+        yield team.all_at(CONSUMED, last)
+
+
+def words_of(op: ReduceOp, element: Element) -> tuple[int, int]:
+    """The factor of premul_sum as it travels: an integer's bits, or those of a real and an imaginary part."""
+    if op.factor is None:
+        return 0, 0
+    if isinstance(op.factor, int) and element.kind in ("int", "uint"):
+        return op.factor - 2**64 if op.factor >= 2**63 else op.factor, 0
+    factor = complex(op.factor)
+    return _bits(factor.real), _bits(factor.imag)
+
+
+def factors_of(team: Team, op: ReduceOp, element: Element) -> list[Factor] | None:
+    """Every member's factor of premul_sum, in the order of ranks."""
+    if op.factor is None:
+        return None
+    if element.kind in ("int", "uint"):
+        return [word % 2**64 if element.kind == "uint" else word for word in team.facts(FACTOR)]
+    pairs = zip(team.facts(FACTOR), team.facts(FACTOR + 1), strict=True)
+    values = [complex(_number(real), _number(imaginary)) for real, imaginary in pairs]
+    return list(values) if element.kind == "complex" else [value.real for value in values]
+
+
+def _bits(number: float) -> int:
+    """A float as the 64-bit word that travels."""
+    (word,) = struct.unpack("q", struct.pack("d", number))
+    return int(word)
+
+
+def _number(word: int) -> float:
+    (number,) = struct.unpack("d", struct.pack("q", word))
+    return float(number)

@@ -1,0 +1,72 @@
+"""Small: an all_reduce that every member does as a whole, in one step.
+
+Each shows all of its array in its slot and reduces the slots of all, in the order
+of ranks. That is more work than a slice each, and one wait instead of two. It is
+a request, not a program: nothing but the copy and the flag happens when posting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.algorithms.shared.team import CONSUMED, REDUCED, STAGED, Team
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Buffer, Folder
+
+# Up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
+SMALL_BYTES = 512 * 1024
+
+
+class SmallAllReduce:
+    """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
+
+    __slots__ = ("_count", "_folder", "_number", "_out", "_slots", "_team", "_x")
+
+    def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
+        self._team: Team | None = team
+        self._folder = folder
+        self._count = x.count
+        self._x = x.array()
+        self._out = self._x if out is x else out.array()
+        team.rounds = self._number = number = team.rounds + 1
+        self._slots = team.slots(x.element)[0][number & 1]
+        team.small.append(self)
+        if len(team.small) == 1 and team.are_at(CONSUMED, number - 2):
+            self._stage(team)
+
+    @staticmethod
+    def fits(team: object, x: Buffer, how: Reduction) -> bool:
+        """Whether an all_reduce of the members of a team is done this way."""
+        return isinstance(team, Team) and x.nbytes * team.size <= SMALL_BYTES and how.op.factor is None
+
+    def _stage(self, team: Team) -> None:
+        np.copyto(self._slots[team.rank][: self._count], self._x)
+        team.tell(STAGED, self._number)
+
+    def Test(self) -> bool:
+        team = self._team
+        if team is None:
+            return True
+        number = self._number
+        while (first := team.small[0]) is not self:  # whose rounds come before this one
+            if not first.Test():
+                return False
+        if team.staged < number:
+            if not team.are_at(CONSUMED, number - 2):
+                return False
+            self._stage(team)
+        if not team.are_at(STAGED, number):
+            return False
+        count = self._count
+        sources = [slot[:count] for slot in self._slots]
+        sources[team.rank] = self._x
+        self._folder.fold(sources, (self._out,))
+        team.small.popleft()
+        self._team = None
+        team.note(REDUCED, number)
+        team.tell(CONSUMED, number)
+        return True

@@ -1,0 +1,53 @@
+"""Machine: where a rank runs, where it is pinned to, and what is written beside every figure."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+CPU_FILE = "/proc/cpuinfo"
+
+
+def core_for(local_rank: int, cores: Sequence[int]) -> int:
+    """Ranks of a node take its cores in turn, and share them where there are more ranks."""
+    return sorted(cores)[local_rank % len(cores)]
+
+
+def own_cores() -> set[int]:
+    """Cores that this process may use; empty where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def pin(core: int) -> None:
+    """Keep this thread, and those that it will start, on one core."""
+    os.sched_setaffinity(0, {core})
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on; without those that are not installed."""
+    found = {"python": platform.python_version()}
+    for package in ("mpdist", "mpi4py", "numpy", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    """Its name."""
+    try:
+        lines = Path(CPU_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def today() -> str:
+    """Date and time in UTC, to the minute."""
+    return datetime.now(UTC).isoformat(timespec="minutes")

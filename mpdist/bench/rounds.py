@@ -1,0 +1,126 @@
+"""Rounds: contenders take turns, round by round, and every result is checked.
+
+The machine may be shared, and its cores far apart for whole runs: only times of
+the same rounds are compared. A round of a contender is as many repetitions as
+make it long enough for the clock; its time is that of the slowest rank, divided
+by the repetitions. What is decided from times is decided by rank 0 for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from mpdist.bench.contenders import Bound
+from mpdist.bench.operations import Array, given
+from mpdist.errors import MpdistError
+
+T = TypeVar("T")
+
+# MPICH takes its shared-memory path after 5 collectives on a communicator; caches and page tables are warm sooner.
+WARM_UPS = 10
+ROUND_SECONDS = 0.002
+MAX_REPETITIONS = 5000
+MIN_ROUNDS, MAX_ROUNDS = 7, 101
+# One poisoned element would be enough; NaN spreads through every operation that touches it.
+POISON = np.nan
+
+
+class WrongResult(MpdistError):
+    """A contender has computed something else than it should have."""
+
+
+class Agreement(Protocol):
+    """What the ranks need to measure together, apart from what is measured."""
+
+    def fence(self) -> None: ...
+
+    def from_first(self, item: T) -> T: ...
+
+    def of_all(self, item: T) -> list[T]: ...
+
+    def slowest(self, seconds: list[float]) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often each contender repeats in a round, and how many rounds there are."""
+
+    repetitions: Mapping[str, int]
+    rounds: int
+
+
+def plan(seconds_each: Mapping[str, float], seconds: float) -> Plan:
+    """Rounds that are long enough for the clock, and as many as fit into `seconds`.
+
+    Args:
+        seconds_each: time of one repetition of each contender.
+    """
+    repetitions = {
+        name: min(max(math.ceil(ROUND_SECONDS / max(each, 1e-9)), 1), MAX_REPETITIONS)
+        for name, each in seconds_each.items()
+    }
+    one_round = sum(seconds_each[name] * count for name, count in repetitions.items())
+    return Plan(repetitions, min(max(int(seconds / one_round), MIN_ROUNDS), MAX_ROUNDS))
+
+
+async def measure(
+    bounds: Mapping[str, Bound], agreement: Agreement, seconds: float
+) -> tuple[Plan, dict[str, list[float]]]:
+    """Warm all contenders up, then let them alternate; seconds per repetition, round by round."""
+    each = {}
+    for name, bound in bounds.items():
+        await bound.run(WARM_UPS)
+        each[name] = await _timed(bound, agreement, 1)
+    chosen = agreement.from_first(plan(each, seconds))
+    for name, bound in bounds.items():  # the first estimate is of one repetition
+        count = max(chosen.repetitions[name] // 4, 1)
+        each[name] = await _timed(bound, agreement, count) / count
+    chosen = agreement.from_first(plan(each, seconds))
+    times: dict[str, list[float]] = {name: [] for name in bounds}
+    names = list(bounds)
+    for number in range(chosen.rounds):
+        first = number % len(names)  # nobody always runs after the same one
+        for name in names[first:] + names[:first]:
+            count = chosen.repetitions[name]
+            times[name].append(await _timed(bounds[name], agreement, count) / count)
+    return chosen, {name: agreement.slowest(kept) for name, kept in times.items()}
+
+
+async def _timed(bound: Bound, agreement: Agreement, count: int) -> float:
+    agreement.fence()
+    start = time.perf_counter()
+    await bound.run(count)
+    return time.perf_counter() - start
+
+
+async def check(what: str, bound: Bound, agreement: Agreement, rank: int, wanted: Array | None) -> None:
+    """Do it once on known inputs and compare every element; afterwards the arrays are zero.
+
+    Args:
+        what: is checked, for the text of an error.
+        wanted: see `expected`.
+
+    Raises:
+        WrongResult: on all ranks, if it is wrong on any.
+    """
+    if bound.result is not None and bound.result is not bound.source:
+        bound.result[:] = POISON
+    if bound.source is not None:
+        bound.source[:] = given(rank, bound.source.size)
+    agreement.fence()
+    await bound.run(1)
+    is_right = wanted is None or (bound.result is not None and np.array_equal(bound.result, wanted))
+    for array in (bound.source, bound.result):
+        if array is not None:
+            array[:] = 0
+    wrong = [other for other, right in enumerate(agreement.of_all(is_right)) if not right]
+    if wrong:
+        raise WrongResult(
+            f"{what} gave a wrong result on ranks {wrong}, so its time would mean nothing; please report it"
+        )

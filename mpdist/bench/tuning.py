@@ -1,0 +1,129 @@
+"""Tuning: from which size on another algorithm is faster than MPI's own, and the file that says so.
+
+Two jobs, each with one algorithm forced, are compared through what does not
+change between them, mpi4py's blocking call: the machine may be faster in one job
+than in the other. `algorithms/choose.py` reads the file. Everything but `load`
+and `save` is pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpdist.algorithms.choose import default_path
+from mpdist.bench.case import OURS, RAW_NOW, Case
+from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, length
+from mpdist.errors import UsageError
+
+ANCHOR = RAW_NOW
+VERSION = 1
+# A size that no array has: from there on, so never.
+NEVER = 2**62
+
+Thresholds = dict[str, dict[str, int]]
+Table = dict[str, Any]
+
+
+def cut(sizes: Sequence[int], ratios: Sequence[float]) -> int:
+    """The size from which on to take the other algorithm, or NEVER.
+
+    One noisy size must not decide: it is the cut at which the product of all
+    chosen times is smallest.
+
+    Args:
+        sizes: in bytes, rising.
+        ratios: time of the other algorithm / time of the first, at each size.
+    """
+    best, place, total = 0.0, len(sizes), 0.0
+    for i in range(len(sizes) - 1, -1, -1):
+        total -= math.log(ratios[i])
+        if total > best:
+            best, place = total, i
+    if place == len(sizes):
+        return NEVER
+    return 0 if place == 0 else sizes[place]
+
+
+def input_bytes(case: Case) -> int:
+    """Bytes of one rank's input, by which `choose` decides; of a scatter, whose input only the root has, a block."""
+    op = OPERATIONS[case.op]
+    what = op.out if case.op == "scatter" else op.x
+    return length(what, case.nbytes // ITEM_BYTES, case.ranks) * ITEM_BYTES
+
+
+def compare(native: Sequence[Case], other: Sequence[Case]) -> dict[str, tuple[list[int], list[float]]]:
+    """For each operation the input sizes that both have, and time of the other / time of native."""
+    before = {(case.op, case.nbytes): case.ratio(OURS, ANCHOR) for case in native}
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for case in sorted(other, key=lambda case: case.nbytes):
+        if (case.op, case.nbytes) in before:
+            sizes, ratios = found.setdefault(case.op, ([], []))
+            sizes.append(input_bytes(case))
+            ratios.append(case.ratio(OURS, ANCHOR) / before[case.op, case.nbytes])
+    return found
+
+
+def thresholds(native: Sequence[Case], others: Mapping[str, Sequence[Case]]) -> Thresholds:
+    """The `thresholds` of a table.
+
+    Args:
+        others: cases measured with another algorithm forced, by its name.
+    """
+    found: Thresholds = {}
+    for algorithm, cases in others.items():
+        for op, (sizes, ratios) in compare(native, cases).items():
+            found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios)
+    return found
+
+
+def replaced(tables: Sequence[Table], new: Table) -> list[Table]:
+    """The tables with the new one in place of that of its kind, whose other operations are kept."""
+    old: Table = next((table for table in tables if _kind(table) == _kind(new)), {"thresholds": {}})
+    merged = {**new, "thresholds": {**old["thresholds"], **new["thresholds"]}}
+    return [*(table for table in tables if _kind(table) != _kind(new)), merged]
+
+
+def _kind(table: Table) -> tuple[object, ...]:
+    return table["mpi"], table["ranks"], table["cores"]
+
+
+def tuning_path(environ: Mapping[str, str]) -> Path:
+    """Where the file is: MPDIST_TUNING, else among the user's settings."""
+    named = environ.get("MPDIST_TUNING")
+    return Path(named) if named else default_path()
+
+
+def load(path: Path) -> list[Table]:
+    """The tables of a file; none if there is no file.
+
+    Raises:
+        UsageError: it is no tuning file, and is not to be overwritten.
+    """
+    if not path.exists():
+        return []
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        tables: list[Table] = document["tables"]
+        for table in tables:
+            _kind(table), table["thresholds"].items()
+        if document["version"] != VERSION:
+            raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} is no tuning file that could be added to ({type(error).__name__}: {error}); remove it, or name "
+            "another by MPDIST_TUNING"
+        ) from error
+    return tables
+
+
+def save(path: Path, tables: Sequence[Table]) -> None:
+    """Write the file; whoever reads it meanwhile sees the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps({"version": VERSION, "tables": tables}, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(path)

@@ -1,0 +1,229 @@
+"""Bench: measure collectives against mpi4py and torch gloo, or find this machine's thresholds.
+
+Started by hand it starts the job, or jobs, through `mpdist run`: MPI reads its
+tuning variables when it starts, and mpdist which algorithm is forced, so each
+setting is a job of its own. Started by a launcher it is a rank of the job, and
+rank 0 shows what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpdist.bench import gloo, plot, table, tuning
+from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
+from mpdist.bench.operations import OPERATIONS
+from mpdist.bench.sizes import parse_sizes, size_text
+from mpdist.bench.tuning import ANCHOR, NEVER
+from mpdist.errors import Unavailable, UsageError
+from mpdist.transport.facts import FAMILIES, launched_as
+
+RIVALS = ("raw", "tuned", "gloo")
+CONTENDERS_OF = {"raw": (RAW_NOW, RAW_LATER), "gloo": ("gloo",)}
+TUNED_JOB = (OURS, RAW_NOW, RAW_LATER)
+
+# Tunings from the libraries' own descriptions of their variables (`mpivars`, `ompi_info --all`). MPICH: collectives of
+# a node through larger pieces of its shared segment. Open MPI: the collectives that use shared memory, which are off by
+# default.
+TUNINGS = {
+    "MPICH": {
+        "MPIR_CVAR_REDUCE_INTRANODE_BUFFER_TOTAL_SIZE": "1048576",
+        "MPIR_CVAR_BCAST_INTRANODE_BUFFER_TOTAL_SIZE": "1048576",
+        "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "release_gather",
+        "MPIR_CVAR_REDUCE_POSIX_INTRA_ALGORITHM": "release_gather",
+        "MPIR_CVAR_BCAST_POSIX_INTRA_ALGORITHM": "release_gather",
+    },
+    "Open MPI": {"OMPI_MCA_coll_sm_priority": "100", "OMPI_MCA_coll_sm_fragment_size": "65536"},
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of the options that are not given.
+
+    Attributes:
+        seconds: for the rounds of one operation at one size; all together takes less than 5 minutes.
+    """
+
+    sizes: str
+    factor: int
+    seconds: float
+
+
+COMPARE = Defaults("8..64M", 4, 0.5)
+TUNE = Defaults("8..16M", 2, 0.2)
+# Ranks share the cores: a pool of threads in each only gets in the way.
+SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def names(text: str, known: Sequence[str], what: str) -> list[str]:
+    """The names in `a,b`.
+
+    Raises:
+        UsageError: one of them is not known.
+    """
+    found = [name.strip().replace("-", "_") for name in text.split(",")]
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise UsageError(f"{what} {text!r}: {unknown[0]!r} is none; choose from {', '.join(known)}")
+    return found
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Carry out `mpdist bench`; returns the exit status."""
+    options.ops = names(options.ops, list(OPERATIONS), "--ops") if options.ops else list(OPERATIONS)
+    options.rivals = names(options.rivals, RIVALS, "--rivals") if options.rivals else default_rivals()
+    default = TUNE if options.tune else COMPARE
+    options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
+    options.seconds = options.seconds or default.seconds
+    if launched_as(os.environ) is not None:
+        return run_rank(options)
+    try:
+        return tune(options) if options.tune else compare(options)
+    except JobFailed as failed:
+        return failed.status
+
+
+class JobFailed(Exception):
+    """A job of the benchmark failed, and has said why."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """As a rank of a job that a launcher has started."""
+    if options.tune:
+        raise UsageError("mpdist bench --tune starts its jobs by itself, as each forces another algorithm: use -n N")
+    from mpdist.bench.job import Task, run_job
+    from mpdist.runtime import run
+
+    contenders = options.contender or contenders_of(options.rivals)
+    task = Task(options.ops, options.sizes, contenders, options.seconds)
+    cases = run(run_job, task)
+    launched = launched_as(os.environ)
+    if launched is not None and launched.rank == 0:
+        present(cases, options)
+    return 0
+
+
+def present(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Show the cases in every way that was asked for."""
+    if options.results:
+        append(options.results, cases)
+        return
+    if options.json:
+        append(options.json, cases)
+    table.show(cases)
+    if options.plot:
+        plot.plot(cases, options.plot)
+        print(f"mpdist bench: picture in {options.plot}", file=sys.stderr)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure mpdist and its rivals; MPI with its own settings, then tuned."""
+    if "gloo" in options.rivals and not gloo.is_installed():
+        raise Unavailable("mpdist bench --rivals gloo: torch is not installed: pip install 'mpdist[torch]'")
+    with tempfile.TemporaryDirectory() as folder:
+        cases = run_job_of(options, Path(folder, "default"), contenders_of(options.rivals))
+        if "tuned" in options.rivals:
+            tuning = TUNINGS.get(cases[0].machine["mpi"], {})
+            print(f"mpdist bench: again, with {shown(tuning)}", file=sys.stderr, flush=True)
+            cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
+    present(cases, options)
+    return 0
+
+
+def contenders_of(rivals: Sequence[str]) -> list[str]:
+    """Who takes part in one job against these rivals; a tuned MPI needs a job of its own."""
+    return [OURS, RESIDENT, *(name for rival in rivals for name in CONTENDERS_OF.get(rival, ()))]
+
+
+def default_rivals() -> list[str]:
+    """All that are there."""
+    return [name for name in RIVALS if name != "gloo" or gloo.is_installed()]
+
+
+def shown(variables: Mapping[str, str]) -> str:
+    """`A=1 B=2`."""
+    return " ".join(f"{name}={value}" for name, value in variables.items()) or "no tuning known for this MPI"
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Measure each algorithm forced, and write from which size on it is the faster one."""
+    path = tuning.tuning_path(os.environ)
+    tables = tuning.load(path)
+    options.ops = [op for op in options.ops if op != "ping_pong"]
+    with tempfile.TemporaryDirectory() as folder:
+        native = run_forced(options, Path(folder, "native"), "native")
+        algorithm = "hierarchical" if native[0].nodes > 1 else "shared"
+        other = run_forced(options, Path(folder, algorithm), algorithm)
+    first = native[0]
+    found = tuning.thresholds(native, {algorithm: other})
+    new = {
+        "mpi": FAMILIES.get(first.machine["mpi"], "other"),
+        "ranks": first.machine["local_ranks"],
+        "cores": first.machine["usable_cores"],
+        "thresholds": found,
+    }
+    tuning.save(path, tuning.replaced(tables, new))
+    for op, limits in found.items():
+        print(f"{op:15} {algorithm} {threshold_text(limits[f'{algorithm}_from'])}")
+    print(f"mpdist bench: written to {path}, for {new['ranks']} ranks on {new['cores']} cores, {new['mpi']}")
+    return 0
+
+
+def threshold_text(nbytes: int) -> str:
+    """`from 4 KiB on`."""
+    if nbytes == NEVER:
+        return "never"
+    return f"from {size_text(nbytes)} on" if nbytes else "always"
+
+
+def run_forced(options: argparse.Namespace, results: Path, algorithm: str) -> list[Case]:
+    """Cases with one algorithm forced, and mpi4py as the anchor."""
+    print(f"mpdist bench: with MPDIST_ALGORITHM={algorithm}", file=sys.stderr, flush=True)
+    # The file that is to be written need not be there yet.
+    variables = {"MPDIST_ALGORITHM": algorithm, "MPDIST_TUNING": ""}
+    return run_job_of(options, results, [OURS, ANCHOR], variables)
+
+
+def run_job_of(
+    options: argparse.Namespace, results: Path, contenders: Sequence[str], variables: Mapping[str, str] | None = None
+) -> list[Case]:
+    """Start one job, and return the cases that it leaves in the file `results`.
+
+    Raises:
+        JobFailed: it did not end well; it has said why.
+    """
+    command = [sys.executable, "-m", "mpdist", "run", *launch_words(options), "-m", "mpdist", "bench"]
+    command += ["--ops", ",".join(options.ops), "--sizes", ",".join(map(str, options.sizes))]
+    command += ["--seconds", str(options.seconds), "--results", str(results)]
+    command += [f"--contender={name}" for name in contenders]
+    process = subprocess.Popen(command, env={**SINGLE_THREAD, **os.environ, **(variables or {})})
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # the job has had the signal too, and ends in its own way
+        process.wait()
+        raise JobFailed(128 + signal.SIGINT) from None
+    if status:
+        raise JobFailed(status)
+    return read(results)
+
+
+def launch_words(options: argparse.Namespace) -> list[str]:
+    """The options of `mpdist run`."""
+    words = ["-n", str(options.ranks), "--mpi", options.mpi]
+    if options.mpiexec:
+        words += ["--mpiexec", options.mpiexec]
+    if options.hostfile:
+        words += ["--hostfile", options.hostfile]
+    return [*words, *(f"--launcher-arg={word}" for word in options.launcher_arg)]

@@ -1,0 +1,124 @@
+"""Arrays: what the collectives check of their arrays, and where results go.
+
+A missing `out` is allocated like `x`. Even blocks lie along axis 0 of one array;
+uneven ones are a list of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from mpdist.comm.operation import Operations, host_buffer
+from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
+from mpdist.memory import Buffer, ReduceOp, allocate_like, overlap
+
+OpLike = str | ReduceOp | Callable[[Any, Any], Any]
+
+
+class Arrays(Operations):
+    """Checks of the arrays of a collective.
+
+    Attributes:
+        _ordered: programs that reduce in the order of ranks.
+        _large: programs that take the place of MPI's own calls for large arrays.
+        _large_from: from how many bytes on, for each operation; barrier: 0 or never.
+    """
+
+    _ordered: ModuleType
+    _large: ModuleType
+    _large_from: Mapping[str, int]
+
+    def _output(self, source: Buffer, out: object, shape: Sequence[int], parts: int = 1) -> Buffer:
+        """`out` checked, or allocated like the source; the source has `parts` times its elements."""
+        if out is None:
+            return host_buffer(allocate_like(source.owner, tuple(shape)), writable=True)
+        target = host_buffer(out, writable=True)
+        check_same(source, target, parts)
+        check_apart(source, target)
+        return target
+
+    def _gathered(self, source: Buffer, out: object) -> Buffer:
+        if out is None:
+            return host_buffer(allocate_like(source.owner, (self.size, *source.shape)), writable=True)
+        if isinstance(out, list | tuple):
+            raise UsageError("out is a list, which is for uneven blocks: then give x as a list too, [x], on all ranks")
+        target = host_buffer(out, writable=True)
+        check_element(source, target)
+        if target.count != self.size * source.count:
+            raise SizeMismatch(
+                f"x has {source.count} elements, out has {target.count}; out must have size * x = "
+                f"{self.size * source.count}; for uneven blocks give x as a list, [x], on all ranks"
+            )
+        check_apart(source, target)
+        return target
+
+    def _block_shape(self, source: Buffer) -> tuple[int, ...]:
+        """Shape of one of `size` blocks along axis 0."""
+        shape = tuple(source.shape)
+        if not shape or shape[0] % self.size:
+            raise SizeMismatch(
+                f"x has shape {shape}, and its axis 0 must be a multiple of the {self.size} ranks; "
+                "pad it, or give a list of arrays for uneven blocks"
+            )
+        return (shape[0] // self.size, *shape[1:])
+
+    def _blocks(self, arrays: object, what: str, *, writable: bool = False) -> list[Buffer]:
+        """One array for each rank, all of one type."""
+        if not isinstance(arrays, list | tuple):
+            raise UsageError(
+                f"{what} must be a list of {self.size} arrays, as the blocks are uneven, got {type(arrays).__name__}"
+            )
+        if len(arrays) != self.size:
+            raise SizeMismatch(
+                f"{what} is a list of {len(arrays)} arrays, one for each of the {self.size} ranks is needed"
+            )
+        blocks = [host_buffer(array, writable=writable) for array in arrays]
+        for block in blocks[1:]:
+            check_element(blocks[0], block)
+        return blocks
+
+    def _only(self, arrays: Sequence[object]) -> Buffer:
+        if len(arrays) != 1:
+            raise UsageError(
+                f"x is a list of {len(arrays)}; a list means uneven blocks and holds this rank's one array, [x]"
+            )
+        return host_buffer(arrays[0])
+
+
+def text_of(buffer: Buffer) -> str:
+    return f"{buffer.element.name} x {buffer.count}"
+
+
+def from_text(buffer: Buffer, src: int) -> str:
+    return f"{text_of(buffer)} from {src}"
+
+
+def reduction_text(buffer: Buffer, op: OpLike) -> str:
+    return f"{text_of(buffer)} {name_of(op)}"
+
+
+def name_of(op: OpLike) -> str:
+    return op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
+
+
+def check_element(source: Buffer, target: Buffer) -> None:
+    if source.element is not target.element:
+        raise UnsupportedBuffer(
+            f"x is {source.element.name}, out is {target.element.name}; they must be of the same type"
+        )
+    if source.device != target.device:
+        raise UnsupportedBuffer(f"x is on {source.device}, out on {target.device}; they must be on the same device")
+
+
+def check_same(source: Buffer, target: Buffer, parts: int = 1) -> None:
+    check_element(source, target)
+    if source.count != parts * target.count:
+        need = f"size * out = {parts * target.count}" if parts > 1 else f"as many as out, {target.count}"
+        raise SizeMismatch(f"x has {source.count} elements, out has {target.count}; x must have {need}")
+
+
+def check_apart(source: Buffer, target: Buffer) -> None:
+    if overlap(source, target):
+        raise UsageError("x and out overlap in memory; give out memory of its own")

@@ -1,0 +1,191 @@
+"""Reductions: operations of all ranks that combine their arrays element by element.
+
+Every rank calls them, in the same order. `all_reduce` without `out` works in
+place; the others only read `x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpdist.algorithms import native, uneven
+from mpdist.algorithms.reduction import Reduction
+from mpdist.algorithms.shared.small import SmallAllReduce
+from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, reduction_text, text_of
+from mpdist.comm.operation import host_buffer, operation
+from mpdist.errors import UsageError
+from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same
+
+if TYPE_CHECKING:
+    from mpdist.progress.work import Work
+
+
+class Reductions(Arrays):
+    """Reducing arrays over the ranks."""
+
+    _reductions: dict[tuple[str, Element], Reduction]
+
+    def all_reduce(
+        self, x: object, op: OpLike = "sum", *, out: object = None, deterministic: bool = False
+    ) -> Work[Any]:
+        """Reduce `x` over all ranks; all get the result.
+
+        Args:
+            x: same number of elements and type on all ranks; without `out` it gets the result.
+            op: associative; float16 and bfloat16 accumulate in float32. A function of two arrays is
+                applied in rank order.
+            out: as large as `x`, of its type; `x` itself for in place.
+            deterministic: fold in the order of ranks, so that neither timing nor the choice of an algorithm
+                shows in the bits of the result.
+
+        Returns:
+            A Work of the array that has the result.
+
+        See MPI_Iallreduce.
+        """
+        try:
+            if out is None and not deterministic:
+                target = host_buffer(x, writable=True)
+                how = self._reduction(op, target)
+                if isinstance(how, Reduction):
+                    channel = self._channel
+                    words = (reduction_text, target, op)
+                    if target.nbytes < self._large_from["all_reduce"]:
+                        if how.is_direct:
+                            call = channel.transport.iall_reduce
+                            return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
+                    elif SmallAllReduce.fits(channel.team, target, how):
+                        team, folder = channel.team, how.folder
+                        return channel.post_direct(
+                            "all_reduce", words, x, SmallAllReduce, team, target, target, folder, caller=2
+                        )
+        except UsageError as error:
+            raise self._explained("all_reduce", error) from error.__cause__
+        return self._all_reduce(x, op, out, deterministic)
+
+    @operation
+    def _all_reduce(self, x: object, op: OpLike, out: object, deterministic: bool) -> Work[Any]:
+        """What is more than one call of MPI."""
+        source: Buffer | None = None
+        if out is None:
+            target = host_buffer(x, writable=True)
+        else:
+            source, target = host_buffer(x), host_buffer(out, writable=True)
+            check_same(source, target)
+            if is_same(source, target):
+                source = None
+            else:
+                check_apart(source, target)
+        how = self._reduction(op, target)
+        details = partial(reduction_text, target, op)
+        if isinstance(how, Reduction):
+            return self._post_reduction("all_reduce", details, deterministic, target.nbytes, source, target, how)
+        return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
+
+    @operation
+    def reduce(
+        self, x: object, dst: int, op: OpLike = "sum", *, out: object = None, deterministic: bool = False
+    ) -> Work[Any]:
+        """Reduce `x` over all ranks; rank `dst` gets the result in `out`, the others None. As all_reduce."""
+        dst = self._rank(dst, "dst")
+        source = host_buffer(x)
+        how = self._reduction(op, source)
+        target = self._output(source, out, source.shape) if self.rank == dst else None
+        details = lambda: f"{text_of(source)} {name_of(op)} to {dst}"  # noqa: E731  # a text made on demand
+        if isinstance(how, Reduction):
+            return self._post_reduction("reduce", details, deterministic, source.nbytes, source, target, how, dst)
+        return self._channel.post("reduce", native.reduce_by_function, details, source, target, how, dst)
+
+    @operation
+    def scan(self, x: object, op: OpLike = "sum", *, out: object = None) -> Work[Any]:
+        """Reduce `x` over the ranks up to and with this one."""
+        return self._scan("scan", x, op, out, native.scan, native.scan_by_function)
+
+    @operation
+    def exscan(self, x: object, op: OpLike = "sum", *, out: object = None) -> Work[Any]:
+        """Reduce `x` over the ranks before this one; None on rank 0, which has none, and whose `out` stays as it is."""
+        return self._scan("exscan", x, op, out, native.exscan, native.exscan_by_function)
+
+    def _scan(self, name: str, x: object, op: OpLike, out: object, plain: Any, by_function: Any) -> Work[Any]:
+        source = host_buffer(x)
+        how = self._reduction(op, source)
+        target = self._output(source, out, source.shape)
+        program = plain if isinstance(how, Reduction) else by_function
+        return self._channel.post(name, program, lambda: f"{text_of(source)} {name_of(op)}", source, target, how)
+
+    @operation
+    def reduce_scatter(
+        self, x: object, op: OpLike = "sum", *, out: object = None, deterministic: bool = False
+    ) -> Work[Any]:
+        """Reduce `x` over all ranks; each rank keeps its own block in `out`.
+
+        Args:
+            x: size * n rows along axis 0; or a list of `size` arrays, block r for rank r, whose sizes
+                are the same on all ranks.
+            out: n rows, type and device of `x`.
+            deterministic: as of all_reduce; not for a list.
+
+        Returns:
+            A Work of `out`. Until it is done, `out` is undefined and `x` must not change.
+
+        See MPI_Ireduce_scatter_block.
+        """
+        if isinstance(x, list | tuple):
+            if deterministic:
+                raise UsageError("deterministic is for even blocks only; give one array of size * n rows")
+            return self._reduce_scatter_list(x, op, out)
+        source = host_buffer(x)
+        how = self._reduction(op, source)
+        shape = self._block_shape(source) if out is None else ()
+        target = self._output(source, out, shape, self.size)
+        details = lambda: f"{text_of(source)} {name_of(op)}"  # noqa: E731  # as everywhere else, a text made on demand
+        if isinstance(how, Reduction):
+            return self._post_reduction("reduce_scatter", details, deterministic, source.nbytes, source, target, how)
+        counts = [target.count] * self.size
+        return self._channel.post(
+            "reduce_scatter", native.reduce_scatter_by_function, details, source, target, counts, how
+        )
+
+    def _reduce_scatter_list(self, x: Sequence[object], op: OpLike, out: object) -> Work[Any]:
+        blocks = self._blocks(x, "x")
+        mine = blocks[self.rank]
+        how = self._reduction(op, mine)
+        target = self._output(mine, out, mine.shape)
+        counts = [block.count for block in blocks]
+        program = native.reduce_scatterv if isinstance(how, Reduction) else native.reduce_scatter_by_function
+        return self._channel.post(
+            "reduce_scatter",
+            program,
+            lambda: f"{mine.element.name} x {counts} {name_of(op)}",
+            uneven.concatenated(blocks),
+            target,
+            counts,
+            how,
+        )
+
+    def _post_reduction(
+        self, op: str, details: Callable[[], str], deterministic: bool, nbytes: int, *arguments: Any
+    ) -> Work[Any]:
+        channel = self._channel
+        if deterministic:
+            return channel.post(op, getattr(self._ordered, op), details, channel, *arguments)
+        if nbytes >= self._large_from[op]:
+            return channel.post(op, getattr(self._large, op), details, channel, *arguments)
+        return channel.post(op, getattr(native, op), details, *arguments)
+
+    def _reduction(self, op: OpLike, buffer: Buffer) -> Reduction | ReduceOp:
+        """How MPI reduces it; the op itself where a function is to be folded."""
+        if type(op) is str:
+            known = self._reductions.get((op, buffer.element))
+            if known is not None:
+                return known
+        named = as_op(op)
+        if named.function is not None:
+            check_op(named, buffer.element)
+            return named
+        how = Reduction.of(named, buffer.element, self.size)
+        if type(op) is str:
+            self._reductions[op, buffer.element] = how
+        return how

@@ -1,0 +1,64 @@
+"""Agreement: all ranks average the same arrays, in the same order of buckets.
+
+Made once, when the first step ends: each rank has then seen in which order its
+arrays became ready. The order that all use is that of the mean place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.errors import CollectiveMismatch
+from mpdist.gradients.buckets import agreed_order, positions_of
+from mpdist.gradients.talk import Talk
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+
+
+def agree_on_order(comm: Communicator, seen: Sequence[int], count: int) -> Talk[list[int]]:
+    """The order of `count` arrays, from those in which the ranks have seen them become ready."""
+    positions = np.array(positions_of(seen, count), np.int64)
+    yield comm.all_reduce(positions)
+    return agreed_order(positions.tolist())
+
+
+def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str]) -> Talk[None]:
+    """Compare a list of descriptions between the ranks.
+
+    Raises:
+        CollectiveMismatch: on all ranks; it names the first description that differs, on which ranks, and both.
+    """
+    text = json.dumps(list(descriptions)).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    digests = np.empty((comm.size, digest.size), np.uint8)
+    yield comm.all_gather(digest, out=digests)
+    if (digests == digests[0]).all():
+        return
+    texts = yield comm.all_gather([np.frombuffer(text, np.uint8)])
+    everyone = [json.loads(bytes(each)) for each in texts]
+    raise CollectiveMismatch(
+        f"{what} differ between the ranks of '{comm.name}': {first_difference(everyone)}",
+        {rank: f"{len(each)} {what}" for rank, each in enumerate(everyone)},
+    )
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> str:
+    """Where the ranks' lists differ first, in words."""
+    for index in range(max(len(each) for each in everyone)):
+        found: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            found.setdefault(each[index] if index < len(each) else "nothing", []).append(rank)
+        if len(found) > 1:
+            return "; ".join(f"number {index} is {text} on {ranks_text(ranks)}" for text, ranks in found.items())
+    return "nothing"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,52 @@
+"""average: one call for a list, a dict or any nesting of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from mpdist.gradients.averager import GradientAverager
+from mpdist.gradients.tree import Tree, leaves_of, with_leaves
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.memory import ReduceOp
+
+
+class Averaging:
+    """A tree that is being averaged: await it, or wait for it."""
+
+    def __init__(self, averager: GradientAverager, tree: Tree) -> None:
+        self._averager = averager
+        self._tree = tree
+
+    def __await__(self) -> Generator[Any, None, Tree]:
+        results = yield from self._averager.__await__()
+        return with_leaves(self._tree, iter(results))
+
+    def wait(self, timeout: float | None = None) -> Tree:
+        """The same where no event loop runs; `timeout` in seconds is for each message."""
+        return with_leaves(self._tree, iter(self._averager.wait(timeout)))
+
+
+def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compress: str | None = None) -> Averaging:
+    """Average all arrays of a tree over the ranks, in few messages.
+
+    `gradients = await mpdist.average(comm, gradients)`, or `.wait()` where no event loop runs.
+
+    Args:
+        tree: a list, tuple, dict or any nesting of arrays of any library, of the same form on all ranks.
+        op, compress: as GradientAverager has them.
+
+    Returns:
+        An awaitable of a tree of the same form. Arrays that can be written hold the result and are in it; immutable
+        ones (JAX) have come back new.
+
+    Raises:
+        CollectiveMismatch: when awaited, on all ranks: their arrays differ in number, shape or type.
+    """
+    leaves = leaves_of(tree)
+    names = [path for path, _ in leaves]
+    averager = GradientAverager(comm, [x for _, x in leaves], op=op, compress=compress, names=names)
+    averager.order = list(range(len(leaves)))  # all are here: nothing is to be learned
+    return Averaging(averager, tree)

@@ -1,0 +1,218 @@
+"""GradientAverager: the same arrays, averaged over the ranks step after step, while they are still being computed.
+
+A step has three parts. `ready(i)` copies array i into its bucket and starts the
+bucket when it is full and all buckets before it have started: the order of
+buckets is agreed, whatever order arrays come in. The end, `await averager` or
+`averager.wait()`, starts the rest and copies the results out. The first step
+only watches: its order decides the buckets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.errors import SizeMismatch, UsageError
+from mpdist.gradients.agreement import agree_on_order, check_descriptions
+from mpdist.gradients.bucket import Bucket, Place
+from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
+from mpdist.gradients.packing import Packing, maker_like
+from mpdist.gradients.talk import Conversation, Talk
+from mpdist.memory import Buffer, Element, ReduceOp, as_buffer, as_op
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+
+
+class GradientAverager:
+    """Averages a fixed list of arrays over the ranks, once per step.
+
+    ```python
+    averager = mpdist.GradientAverager(comm, gradients)
+    for batch in batches:
+        for i in reversed(range(len(gradients))):
+            derive(gradients[i], batch)
+            averager.ready(i)  # what is complete travels while the rest is computed
+        await averager
+    ```
+
+    While a step is under way nothing else may use collectives on `comm`: give it `comm.dup()` of its own where
+    something does.
+
+    Attributes:
+        order: indices of the arrays in the order of the buckets, the same on all ranks; None before it is known.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        arrays: Sequence[object],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        op: str | ReduceOp = "avg",
+        compress: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Describe the arrays; nothing is sent.
+
+        Args:
+            comm: whose ranks take part, with arrays of the same shapes and types.
+            arrays: of any library. Writable ones get the result; for others (JAX) it comes back new.
+            bucket_bytes: arrays travel in groups of about this size.
+            op: "avg", "sum", or another reduction.
+            compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32.
+            names: what errors call the arrays; equal on all ranks. Missing: "array 0", ...
+
+        Raises:
+            UnsupportedBuffer: an array cannot be communicated.
+            UsageError: the op does not fit an array's type, or there is no such compression.
+        """
+        if bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+        self._comm = comm
+        self._arrays = list(arrays)
+        self._names = [f"array {index}" for index in range(len(self._arrays))] if names is None else list(names)
+        self._buffers = [_described(x, name) for x, name in zip(self._arrays, self._names, strict=True)]
+        reduce_op = as_op(op)
+        self._packings: dict[Element, Packing] = {
+            element: Packing(element, reduce_op, comm.size, compress)
+            for element in dict.fromkeys(buffer.element for buffer in self._buffers)
+        }
+        self._bucket_bytes = bucket_bytes
+        self._lock = threading.Lock()
+        self._seen: list[int] = []
+        self._is_ready = [False] * len(self._arrays)
+        self.order: list[int] | None = None
+        self._buckets: list[Bucket] | None = None
+        self._places: list[Place] = []
+        self._started = 0
+        self._ending: Conversation[list[Any]] | None = None
+
+    def ready(self, index: int, array: object = None) -> None:
+        """Say that array `index` is complete for this step; from any thread, once a step.
+
+        Args:
+            array: in place of the one given before: of the same shape and type. It is used from now on.
+        """
+        if not 0 <= index < len(self._arrays):
+            raise UsageError(f"index is {index}, the arrays are 0 to {len(self._arrays) - 1}")
+        with self._lock:
+            if self._is_ready[index]:
+                raise UsageError(
+                    f"{self._names[index]} was ready before in this step; await the averager between two steps"
+                )
+            self._is_ready[index] = True
+            self._seen.append(index)
+        if array is not None:
+            self._replace(index, array)
+        if self._buckets is not None:
+            self._enter(index)
+
+    def _replace(self, index: int, array: object) -> None:
+        before, buffer = self._buffers[index], _described(array, self._names[index])
+        if buffer.element is not before.element or buffer.shape != before.shape:
+            raise SizeMismatch(
+                f"{self._names[index]} is {_text(buffer)}, it was {_text(before)}; "
+                "make a new GradientAverager for new shapes"
+            )
+        self._arrays[index], self._buffers[index] = array, buffer
+
+    def _enter(self, index: int) -> None:
+        """Copy the array into its bucket, and start what may start."""
+        assert self._buckets is not None
+        place = self._places[index]
+        place.enter(self._buffers[index])
+        with self._lock:
+            place.bucket.missing -= 1
+            while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+                self._buckets[self._started].start(self._comm)
+                self._started += 1
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """The averaged arrays; those that can be written hold them."""
+        return self._end().__await__()
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """The same where no event loop runs; `timeout` in seconds is for each message."""
+        return self._end().wait(timeout)
+
+    def _end(self) -> Conversation[list[Any]]:
+        if self._ending is None:
+            self._ending = Conversation(self._finish())
+        return self._ending
+
+    def _finish(self) -> Talk[list[Any]]:
+        if self._buckets is None:
+            yield from self._agree()
+        for index, place in enumerate(self._places):
+            if not place.is_entered:
+                self._is_ready[index] = True
+                self._enter(index)
+        assert self._buckets is not None
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            yield bucket.work
+        return self._collect()
+
+    def _agree(self) -> Talk[None]:
+        """The end of the first step: compare the arrays, and make the buckets in the order of all ranks."""
+        texts = [f"{name} {_text(buffer)}" for name, buffer in zip(self._names, self._buffers, strict=True)]
+        yield from check_descriptions(self._comm, "arrays", texts)
+        if self.order is None:
+            self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
+        sizes = [self._wire_bytes(buffer) for buffer in self._buffers]
+        elements = [buffer.element for buffer in self._buffers]
+        places: dict[int, Place] = {}
+        buckets = []
+        for group in assign_buckets(sizes, elements, self.order, self._bucket_bytes):
+            packing = self._packings[elements[group[0]]]
+            buckets.append(Bucket(self._comm, packing, [self._buffers[index] for index in group]))
+            places.update(zip(group, buckets[-1].places, strict=True))
+        self._buckets = buckets
+        self._places = [places[index] for index in range(len(self._arrays))]
+
+    def _wire_bytes(self, buffer: Buffer) -> int:
+        return buffer.count * self._packings[buffer.element].wire.itemsize
+
+    def _collect(self) -> list[Any]:
+        """Copy the results out, and be ready for the next step."""
+        results = [
+            self._leave(x, buffer, place)
+            for x, buffer, place in zip(self._arrays, self._buffers, self._places, strict=True)
+        ]
+        assert self._buckets is not None
+        for bucket in self._buckets:
+            bucket.reset()
+        self._seen.clear()
+        self._is_ready = [False] * len(self._arrays)
+        self._started = 0
+        self._ending = None
+        return results
+
+    def _leave(self, x: object, buffer: Buffer, place: Place) -> Any:
+        if not buffer.readonly:
+            place.leave(buffer.array())
+            return x
+        values = np.empty(buffer.count, buffer.element.storage)
+        place.leave(values)
+        return maker_like(x)(values, buffer.shape)
+
+    def __repr__(self) -> str:
+        number = "not yet" if self._buckets is None else f"in {len(self._buckets)}"
+        return f"<GradientAverager of {len(self._arrays)} arrays, {number} buckets, {sum(self._is_ready)} ready>"
+
+
+def _described(x: object, name: str) -> Buffer:
+    try:
+        return as_buffer(x)
+    except UsageError as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
+
+
+def _text(buffer: Buffer) -> str:
+    return f"{buffer.element.name} {tuple(buffer.shape)}"

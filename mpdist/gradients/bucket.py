@@ -1,0 +1,72 @@
+"""Bucket: memory in which several arrays of one type travel as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpdist.gradients.packing import Packing, as_wire
+from mpdist.memory import Buffer
+from mpdist.memory.elements import Array
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.progress import Work
+
+
+class Place:
+    """Where in a bucket an array is.
+
+    Attributes:
+        is_entered: whether it is there in this step.
+    """
+
+    __slots__ = ("_room", "bucket", "is_entered")
+
+    def __init__(self, bucket: Bucket, room: Array) -> None:
+        self.bucket = bucket
+        self._room = room
+        self.is_entered = False
+
+    def enter(self, buffer: Buffer) -> None:
+        """Copy the array in."""
+        self.is_entered = True
+        self.bucket.packing.enter(buffer.array(), self._room)
+
+    def leave(self, out: Array) -> None:
+        """Copy the result out."""
+        self.bucket.packing.leave(self._room, out)
+
+
+class Bucket:
+    """Arrays that travel together.
+
+    Attributes:
+        places: one for each array, in order.
+        missing: arrays that are not yet ready in this step.
+        work: the reduction, once it has started.
+    """
+
+    work: Work[Any] | None = None
+
+    def __init__(self, comm: Communicator, packing: Packing, buffers: Sequence[Buffer]) -> None:
+        self.packing = packing
+        memory = comm.empty(sum(buffer.count for buffer in buffers), packing.wire.storage)
+        self._wire = as_wire(memory, packing.wire)
+        self.places: list[Place] = []
+        start = 0
+        for buffer in buffers:
+            self.places.append(Place(self, memory[start : start + buffer.count]))
+            start += buffer.count
+        self.missing = len(buffers)
+
+    def start(self, comm: Communicator) -> None:
+        """Post the reduction."""
+        self.work = comm.all_reduce(self._wire, op=self.packing.op)
+
+    def reset(self) -> None:
+        """Be empty for the next step."""
+        self.work = None
+        self.missing = len(self.places)
+        for place in self.places:
+            place.is_entered = False

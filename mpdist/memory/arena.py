@@ -1,0 +1,188 @@
+"""Arena: blocks of a sparse file that the ranks of a node map, so that all of them can read what lies there.
+
+Pages exist only while a block covers them: they are reserved before use, for a
+write to memory that a full file system cannot give is a SIGBUS, and given back
+when the block goes. A block goes when the last array on it does, which may happen
+in any thread and inside any line, also of this file: so freeing only notes the
+block down, and waits for no lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from operator import index
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpdist.errors import UsageError
+from mpdist.memory.elements import Array
+
+PAGE_BYTES = mmap.PAGESIZE
+# Blocks begin on lines of their own, so that two writers never share one.
+LINE_BYTES = 64
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+class Block:
+    """Memory of an arena, free again when nobody refers to it.
+
+    Attributes:
+        offset: of its first byte in the arena.
+        nbytes: its size.
+    """
+
+    __slots__ = ("__array_interface__", "_arena", "nbytes", "offset")
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self._arena = arena
+        self.offset = offset
+        self.nbytes = nbytes
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (arena.address + offset, False),
+            "typestr": "|u1",
+            "shape": (nbytes,),
+        }
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory as bytes; the array keeps the block."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._arena.give_back(self.offset, self.nbytes)
+
+
+class Arena:
+    """The part of the shared memory that this rank hands out.
+
+    Attributes:
+        memory: the mapped file.
+        address: of its first byte in this process.
+        nbytes: how much address space there is; pages exist only where blocks are.
+    """
+
+    def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.nbytes = len(memory)
+        self.address = address_of(memory)
+        self._descriptor = descriptor
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # start and end, sorted, never touching
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """A new block, its pages reserved, its content undefined; None where there is no memory for it."""
+        size = _rounded(max(nbytes, 1), LINE_BYTES if nbytes < PAGE_BYTES else PAGE_BYTES)
+        with self._lock:
+            self._take_back()
+            offset = self._take(size)
+            if offset is None:
+                return None
+            try:
+                os.posix_fallocate(self._descriptor, offset, size)
+            except OSError as error:
+                self._put(offset, offset + size)
+                if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    return None
+                raise
+        return Block(self, offset, size)
+
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array | None:
+        """A new array, not initialised; None where there is no memory for it.
+
+        Raises:
+            UsageError: the elements are Python objects, or the shape is no shape.
+        """
+        dtype = np.dtype(dtype)
+        dims = (index(shape),) if hasattr(shape, "__index__") else tuple(index(length) for length in shape)
+        if dtype.hasobject or min(dims, default=0) < 0:
+            raise UsageError(
+                f"shared memory for an array of shape {dims} and type {dtype} was asked for; lengths are >= 0, and "
+                "elements cannot be Python objects, which mean nothing to another process"
+            )
+        nbytes = prod(dims) * dtype.itemsize
+        block = self.allocate(nbytes)
+        if block is None:
+            return None
+        array: Array = block.bytes()[:nbytes].view(dtype).reshape(dims)
+        return array
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where this memory lies in the arena; None if it does not."""
+        offset = address - self.address
+        return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The block is not used any more; from any thread, at any time, also inside `allocate`."""
+        if os.getpid() != self._owner_pid:  # a forked child's copy: the pages are the parent's
+            return
+        self._returned.append((offset, nbytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks."""
+        with self._lock:
+            self._take_back()
+            return self.nbytes - sum(end - start for start, end in self._free)
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _take_back(self) -> None:
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            start, end = self._put(offset, offset + nbytes)
+            self._discard(max(start, offset - PAGE_BYTES), min(end, offset + nbytes + PAGE_BYTES))
+
+    def _take(self, size: int) -> int | None:
+        """First fit; blocks of whole pages begin on a page."""
+        for place, (start, end) in enumerate(self._free):
+            begin = _rounded(start, PAGE_BYTES) if size >= PAGE_BYTES else start
+            if begin + size > end:
+                continue
+            rest = [(start, begin), (begin + size, end)]
+            self._free[place : place + 1] = [hole for hole in rest if hole[0] < hole[1]]
+            return begin
+        return None
+
+    def _put(self, start: int, end: int) -> tuple[int, int]:
+        """Add a hole and join it with its neighbours; returns the joined one."""
+        insort(self._free, (start, end))
+        place = self._free.index((start, end))
+        if place + 1 < len(self._free) and self._free[place + 1][0] == end:
+            end = self._free.pop(place + 1)[1]
+        if place > 0 and self._free[place - 1][1] == start:
+            start = self._free.pop(place - 1)[0]
+            place -= 1
+        self._free[place] = (start, end)
+        return start, end
+
+    def _discard(self, start: int, end: int) -> None:
+        """Give the whole pages of a hole back to the system."""
+        first, last = _rounded(start, PAGE_BYTES), end // PAGE_BYTES * PAGE_BYTES
+        if last > first and hasattr(mmap, "MADV_REMOVE"):
+            self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+def address_of(memory: Any) -> int:
+    """Of the first byte of something with the buffer protocol."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])

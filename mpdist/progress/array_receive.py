@@ -1,0 +1,127 @@
+"""ArrayReceive: a receive into a NumPy array, the latency path.
+
+While it waits alone, its await probes, compares and receives without anything
+in between. Whatever is unusual (another message, other receives, a turn that is
+due) goes the general way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from mpdist.memory import Buffer, Element, as_buffer
+from mpdist.progress import wire
+from mpdist.progress.backoff import message_credit
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.receive import EAGER_BYTES, Receive
+from mpdist.progress.transfer import Transfer
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from mpdist.transport.mpi import Request
+
+
+class ArrayReceive(Receive):
+    """A receive into a NumPy array of `_nbytes` bytes; `Inbox.receive_array` makes it, and sets the attributes."""
+
+    _x: ndarray[Any, Any]
+    _element: Element
+    _nbytes: int
+
+    # One for each message: slots are read and written at once where class defaults are searched for, and an __init__
+    # in Python would double what an instance costs.
+    __slots__ = (
+        "_callbacks", "_channel", "_done", "_element", "_error", "_looked_at", "_nbytes", "_result", "_x",
+        "order", "src", "tag",
+    )  # fmt: skip
+    __init__ = object.__init__
+
+    @property
+    def _buffer(self) -> Buffer:  # type: ignore[override]  # made only where the general way needs it
+        return as_buffer(self._x, writable=True)
+
+    def __await__(self) -> Generator[Any, None, Message]:
+        if not self._done:
+            channel = self._channel
+            engine = channel.engine
+            inbox = channel.inbox
+            box = inbox.box
+            if box.sole is self and engine.credit > 0:
+                src = self.src
+                tag = self.tag
+                nbytes = self._nbytes
+                element = self._element
+                want = element.code
+                mask = wire.CODE_MASK
+                if tag >= 0:
+                    want |= tag << wire.CODE_BITS
+                    mask = -1
+                memory = [self._x, nbytes, channel.byte]
+                improbe, any_source, any_tag, status, words, source_at, tag_at, nbytes_at = inbox.probing
+                # Made while the message is still under way; where it came from may be filled in.
+                self._result = message = Message(self._x, src, tag, nbytes // element.itemsize, nbytes, element)
+                engine.lock.acquire()
+                try:
+                    for _ in engine.quick_polls if box.sole is self else ():  # another thread may have driven
+                        handle = improbe(any_source, any_tag, status)
+                        if handle is None:
+                            continue
+                        wire_tag = words[tag_at]
+                        source = words[source_at]
+                        if wire_tag & mask == want and (source == src or src < 0) and words[nbytes_at] == nbytes:
+                            box.sole = None
+                            box.receives = self.order = 0
+                            if mask > 0 or src < 0:
+                                message.src = source
+                                message.tag = wire_tag >> wire.CODE_BITS
+                            if nbytes <= EAGER_BYTES:
+                                handle.Recv(memory)
+                                self._done = self._looked_at = True
+                                engine.credit -= 1
+                            else:
+                                self._land(handle.Irecv(memory), source)
+                            break
+                        inbox.arrived(handle)
+                        if box.sole is not self:
+                            break
+                except inbox.failure as error:
+                    self._broke(error)
+                finally:
+                    engine.lock.release()
+                if engine.finished or self._callbacks is not None:
+                    self._announce()
+            if not self._done:
+                return (yield from super().__await__())
+        self._looked_at = True
+        if self._error is not None:
+            raise self._seen_error()
+        return self._result
+
+    def _land(self, request: Request, source: int) -> None:
+        """Let MPI write a message that may still be with its sender."""
+        channel = self._channel
+        engine = channel.engine
+        engine.credit -= message_credit(self._nbytes)
+        test = request.Test
+        for _ in engine.quick_polls:
+            if test():
+                self._done = self._looked_at = True
+                channel.ring(source)  # its send is complete now
+                return
+        self._incoming = Incoming(None, source, self._result.tag, self._element.code, self._nbytes)
+        self._request = request
+        self._steps = self._landed()
+        engine.active.append(self)
+
+    def _landed(self) -> Transfer:
+        return self._result
+        yield  # a program without further steps
+
+    def _announce(self) -> None:
+        engine = self._channel.engine
+        self._looked_at = self._done
+        if self._done and self._callbacks is not None and self not in engine.finished:
+            engine.finished.append(self)
+        engine.flush()

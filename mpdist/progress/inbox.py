@@ -1,0 +1,234 @@
+"""Inbox: where the messages and the receives of one communicator come together.
+
+Point to point goes over our own receive queue: while receives wait, the Engine
+probes for any message, matches it, checks type and size, and only then lets MPI
+write into the receiver's buffer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpdist.memory import as_buffer
+from mpdist.progress import wire
+from mpdist.progress.array_receive import ArrayReceive
+from mpdist.progress.backoff import message_credit
+from mpdist.progress.mailbox import Mailbox
+from mpdist.progress.message import Incoming, Message, ProbedMessage
+from mpdist.progress.receive import Receive, ReceiveEither
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from mpdist.memory import Element
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.work import Work
+
+R = TypeVar("R", bound=Receive)
+
+# How many messages one look takes at the most, so that a flood does not hold a turn.
+POLL_MESSAGES = 16
+
+
+class Inbox:
+    """The receiving side of a channel.
+
+    Attributes:
+        box: posted receives and unclaimed messages.
+        is_listening: whether the Engine's drives probe for it.
+        improbe, any_message: MPI's call and its arguments; what it found is in `envelope`.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        transport = channel.transport
+        self.channel = channel
+        self.engine = channel.engine
+        self.box: Mailbox[Receive, Incoming] = Mailbox()
+        self.is_listening = False
+        self.improbe = transport.improbe
+        self.any_message = (transport.any_source, transport.any_tag, transport.status)
+        self.envelope = transport.envelope
+        self.failure = transport.failure
+        self.probing = (self.improbe, *self.any_message, *self.envelope)
+        self._in_pieces: dict[tuple[int, int], Incoming] = {}
+        self._probed: set[Incoming] = set()
+
+    # ------------------------------------------------------------------ receives
+
+    def receive(self, receive: R) -> R:
+        """Let a receive meet a message that is here, or wait for one."""
+        engine = self.engine
+        with engine.lock:
+            box = self.box
+            message = box.find(receive.src, receive.tag) if box.messages else None
+            if message is not None:
+                self._claim(message, receive)
+            else:
+                box.post(receive)
+                self._listen()
+        if not engine._ticking:
+            engine.ensure_ticking()
+        return receive
+
+    def receive_array(self, x: ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int) -> ArrayReceive:
+        """The same for a receive into a NumPy array, where nothing else waits: the latency path."""
+        work: ArrayReceive = ArrayReceive()
+        work._channel = self.channel
+        work._x = x
+        work._element = element
+        work._nbytes = nbytes
+        work._done = work._looked_at = False
+        work._error = work._callbacks = None
+        work.order = 0
+        work.src = src
+        work.tag = tag
+        engine = self.engine
+        box = self.box
+        if box.messages or box.receives:
+            return self.receive(work)
+        lock = engine.lock
+        lock.acquire()
+        if box.messages or box.receives:  # another thread's
+            lock.release()
+            return self.receive(work)
+        box.sole = work
+        box.receives = work.order = 1
+        if not self.is_listening:
+            self._listen()
+        lock.release()
+        if not engine._ticking:
+            engine.ensure_ticking()
+        return work
+
+    def _listen(self) -> None:
+        if not self.is_listening:
+            self.is_listening = True
+            self.engine.listening.append(self)
+
+    def _claim(self, message: Incoming, receive: Receive) -> None:
+        """A kept message meets its receive; a misfit stays where it is."""
+        engine = self.engine
+        if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
+            self.box.remove(message)
+            receive.reserve(message)
+            engine.later.append(receive)
+            return
+        engine.credit -= message_credit(message.nbytes)
+        if receive.accept(message):
+            self.box.remove(message)
+
+    def give_back(self, incoming: Incoming) -> None:
+        """A cancelled receive returns its message: the next one gets it, in the old order."""
+        if incoming.order == 0:
+            incoming.order = self.box.next_order()
+        self.box.restore(incoming)
+        while incoming.order > 0 and (waiting := self.box.match(incoming.src, incoming.tag)) is not None:
+            self._claim(incoming, waiting)
+
+    # ------------------------------------------------------------------ messages
+
+    def poll(self) -> bool:
+        """Take what has arrived; True if anything has."""
+        moved = False
+        for _ in range(POLL_MESSAGES):
+            message = self.improbe(*self.any_message)
+            if message is None:
+                return moved
+            self.arrived(message)
+            moved = True
+            if not self.box.receives:
+                return True
+        return moved
+
+    def poll_once(self) -> None:
+        """Take one message if there is one."""
+        message = self.improbe(*self.any_message)
+        if message is not None:
+            self.arrived(message)
+
+    def arrived(self, handle: Any) -> None:
+        """Give the message that was probed last to the receive it matches, or keep it."""
+        words, source_at, tag_at, nbytes_at = self.envelope
+        mpi_tag = words[tag_at]
+        src = words[source_at]
+        nbytes = words[nbytes_at]
+        code = mpi_tag & wire.CODE_MASK
+        tag = mpi_tag >> wire.CODE_BITS
+        self.engine.credit -= message_credit(nbytes)
+        if code == wire.PIECE:
+            self._add_piece(handle, src, tag, nbytes)
+            return
+        incoming = Incoming(handle, src, tag, code, nbytes)
+        if wire.ARRAY_IN_PIECES <= code < wire.OBJECT:
+            self._open_pieces(incoming)
+        elif code == wire.OBJECT_IN_PIECES:
+            incoming.parts = []
+            self._in_pieces[src, tag] = incoming
+        self.deliver(incoming)
+
+    def deliver(self, incoming: Incoming) -> None:
+        """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
+        match = self.box.match
+        while (receive := match(incoming.src, incoming.tag)) is not None:
+            if receive.accept(incoming):
+                return
+        self.box.keep(incoming)
+
+    def _open_pieces(self, incoming: Incoming) -> None:
+        head = bytearray(8)
+        incoming.handle.Recv([head, 8, self.channel.byte])
+        incoming.handle = None
+        incoming.nbytes = wire.unpack_size(head)
+        incoming.code -= wire.ARRAY_IN_PIECES
+        incoming.parts = []
+        self._in_pieces[incoming.src, incoming.tag] = incoming
+
+    def _add_piece(self, handle: Any, src: int, tag: int, nbytes: int) -> None:
+        incoming = self._in_pieces[src, tag]
+        assert incoming.parts is not None
+        incoming.parts.append((handle, nbytes))
+
+    # ------------------------------------------------------------------ probed messages
+
+    def probed(self, incoming: Incoming) -> ProbedMessage:
+        """Hold a message for its own `recv`."""
+        self._probed.add(incoming)
+        incoming.probed = ProbedMessage(self.channel, incoming)
+        return incoming.probed
+
+    def unprobed(self, incoming: Incoming) -> None:
+        """Nobody holds it for its own `recv` any more."""
+        self._probed.discard(incoming)
+        incoming.probed = None
+
+    def receive_probed(self, incoming: Incoming, x: object) -> Work[Message]:
+        """Receive a message that a probe has matched."""
+        buffer = None if x is None else as_buffer(x, writable=True)
+        kind = ReceiveEither if buffer is None else Receive
+        receive = kind(self.channel, buffer, incoming.src, incoming.tag)
+        with self.engine.lock:
+            if receive.accept(incoming):
+                self._probed.discard(incoming)
+            elif incoming.probed is not None:
+                incoming.probed._restored(incoming)
+        self.engine.ensure_ticking()
+        return receive
+
+    def unclaimed(self) -> list[str]:
+        """Messages that were sent to this rank and that nobody received, described."""
+        return [message.describe() for message in [*self.box.unclaimed(), *self._probed]]
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Refuse further receives."""
+        self.__class__ = ClosedInbox
+
+    def _closed(self, *_: object, **__: object) -> Any:
+        self.channel.refuse_call()
+
+
+class ClosedInbox(Inbox):
+    """The inbox of a closed channel, as another class: open ones need no check on the hot path."""
+
+    receive = receive_array = receive_probed = Inbox._closed

@@ -1,0 +1,132 @@
+"""Sending: how messages are posted on a channel.
+
+An array goes as it is, with its type in the tag; what MPI would refuse for its
+size goes in pieces; a message to this rank is copied into its own inbox. A small
+message is complete when it is posted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpdist.memory import Buffer, as_buffer
+from mpdist.progress import wire
+from mpdist.progress.backoff import message_credit
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.pickling import decode
+from mpdist.progress.send import Send, Sent, SentAndTurn
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.work import Work
+    from mpdist.transport.mpi import Request
+
+# Out-of-band buffers of an object are copied behind its pickle up to this size, and sent from where they are above it.
+INLINE_OBJECT_BYTES = 64 * 1024
+
+
+def send(channel: Channel, buffer: Buffer, dst: int, tag: int) -> Work[None]:
+    """Post an array; the arguments are checked."""
+    if dst == channel.rank:
+        return _send_to_self(channel, buffer, tag)
+    nbytes = buffer.nbytes
+    if nbytes > wire.PIECE_BYTES:
+        head = wire.pack_size(nbytes)
+        return _send_pieces(channel, head, wire.ARRAY_IN_PIECES + buffer.element.code, [buffer], dst, tag, buffer)
+    memory = buffer.exporter
+    if memory is None:
+        memory = channel.transport.memory_of(buffer)
+    if channel.flags[channel.world_ranks[dst]]:  # waking takes much longer than posting
+        channel.ring(dst)
+    request = channel.isend([memory, nbytes, channel.byte], dst, tag << wire.CODE_BITS | buffer.element.code)
+    return posted(channel, request, dst, tag, buffer)
+
+
+def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) -> Work[None]:
+    """Post a pickle (frame 0) and its out-of-band buffers."""
+    if dst == channel.rank:
+        copies = [memoryview(bytearray(frame)) for frame in frames]
+        incoming = Incoming(None, dst, tag, wire.OBJECT, sum(frame.nbytes for frame in frames))
+        incoming.result = Message(decode(copies), dst, tag, 1, incoming.nbytes, None)
+        return _deliver_to_self(channel, incoming)
+    if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
+        head = wire.pack_frames(frames, inline=True)
+        request = channel.isend([head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.OBJECT))
+        return posted(channel, request, dst, tag, head)
+    head = wire.pack_frames(frames, inline=False)
+    buffers = [as_buffer(frame) for frame in frames[1:]]
+    return _send_pieces(channel, head, wire.OBJECT_IN_PIECES, buffers, dst, tag, frames)
+
+
+def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
+    """The Work of a posted message; its receiver is woken.
+
+    Rung after the message is posted: a receiver that falls asleep meanwhile looks once more before it does, and
+    one that is woken on this processor finds the message.
+    """
+    engine = channel.engine
+    if channel.flags[channel.world_ranks[dst]]:
+        channel.ring(dst)
+    if engine.doorbell.has_rung:
+        engine.doorbell.give_way()
+    if request.Test():
+        engine.credit -= 1
+        sent = Sent() if engine.credit > 0 else SentAndTurn()
+        sent._channel = channel
+        return sent
+    work = Send()
+    work._channel = channel
+    work._request = request
+    work._lease = lease
+    work.dst = dst
+    work.tag = tag
+    work._done = work._looked_at = False
+    work._error = work._callbacks = None
+    with engine.lock:  # another thread's driver may be looking at the end of the table
+        engine.active.append(work)
+    if not engine._ticking:
+        engine.ensure_ticking()
+    return work
+
+
+def _sent(channel: Channel) -> Sent:
+    """A Work of its own for each message: a set of Works, or a dict of them, must not merge two."""
+    work = Sent() if channel.engine.credit > 0 else SentAndTurn()
+    work._channel = channel
+    return work
+
+
+def _send_to_self(channel: Channel, buffer: Buffer, tag: int) -> Work[None]:
+    """A message to this rank is complete at once: it is copied into the inbox."""
+    rank = channel.rank
+    incoming = Incoming(None, rank, tag, buffer.element.code, buffer.nbytes)
+    data = buffer.array().copy()
+    incoming.result = Message(data, rank, tag, buffer.count, buffer.nbytes, buffer.element)
+    return _deliver_to_self(channel, incoming)
+
+
+def _deliver_to_self(channel: Channel, incoming: Incoming) -> Work[None]:
+    if channel.is_closed:
+        channel.refuse_call()
+    engine = channel.engine
+    engine.credit -= message_credit(incoming.nbytes)
+    with engine.lock:
+        channel.inbox.deliver(incoming)
+    engine.flush()
+    return _sent(channel)
+
+
+def _send_pieces(
+    channel: Channel, head: bytes | bytearray, code: int, bodies: list[Buffer], dst: int, tag: int, owner: object
+) -> Work[None]:
+    piece_tag = wire.wire_tag(tag, wire.PIECE)
+    isend, byte = channel.isend, channel.byte
+    with channel.engine.lock:  # another thread's pieces must not come in between
+        requests = [isend([head, len(head), byte], dst, wire.wire_tag(tag, code))]
+        for body in bodies:
+            octets = body.array().view("u1")
+            start = 0
+            for size in wire.piece_sizes(body.nbytes):
+                requests.append(isend([octets[start : start + size], size, byte], dst, piece_tag))
+                start += size
+    return posted(channel, channel.transport.together(requests), dst, tag, (head, bodies, owner))

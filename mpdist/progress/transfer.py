@@ -1,0 +1,164 @@
+"""Transfer: how a matched message gets into memory.
+
+A program posts MPI's receives, yields their requests, and returns the Message.
+What memory it needs is found before, so that a message for which there is none
+is still with MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mpdist.errors import MpdistError, UnsupportedBuffer
+from mpdist.memory import Buffer, allocate, as_buffer
+from mpdist.progress import wire
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.pickling import decode
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.transport.mpi import Request
+
+N = TypeVar("N")
+Octets = np.ndarray[Any, np.dtype[np.uint8]]
+Room = Buffer | Octets | None
+"""Where a message goes: an array's Buffer, an object's bytes; None for data that are here, and stay where they are."""
+
+Transfer = Generator["Request", None, Message]
+
+
+class NoRoom(MpdistError):
+    """Memory for a message could not be had; the message is as it was."""
+
+
+def room_for(incoming: Incoming, buffer: Buffer | None) -> Room:
+    """Memory for a message: the receiver's, else new.
+
+    Raises:
+        NoRoom: it could not be allocated.
+        UnsupportedBuffer: bfloat16 without ml_dtypes.
+    """
+    element = incoming.element()
+    if buffer is not None or (incoming.result is not None and (element is None or element.numpy is not None)):
+        return buffer
+    if element is None:
+        return _new(_octets, incoming.nbytes)
+    return as_buffer(_new(allocate, element, incoming.nbytes // element.itemsize), writable=True)
+
+
+def _new(make: Callable[..., N], *arguments: Any) -> N:
+    try:
+        return make(*arguments)
+    except UnsupportedBuffer:
+        raise
+    except Exception as error:
+        raise NoRoom(f"{type(error).__name__}: {error}") from error
+
+
+def _octets(nbytes: int) -> Octets:
+    return np.empty(nbytes, np.uint8)
+
+
+def transfer(channel: Channel, incoming: Incoming, room: Room) -> Transfer:
+    """Receive a message into its room."""
+    if incoming.result is not None:
+        assert not isinstance(room, np.ndarray)
+        return _reuse(incoming.result, room)
+    if isinstance(room, Buffer):
+        return (yield from _receive_array(channel, incoming, room))
+    assert room is not None
+    return (yield from _receive_object(channel, incoming, room))
+
+
+def receive_now(channel: Channel, incoming: Incoming, room: Room) -> Message:
+    """The same for a small message, which is here: MPI's blocking call only copies it."""
+    memory = channel.transport.memory_of(room) if isinstance(room, Buffer) else room
+    incoming.handle.Recv([memory, incoming.nbytes, channel.byte])
+    if isinstance(room, Buffer):
+        return _array_message(incoming, room)
+    assert room is not None
+    return _object_message(incoming, room, [])
+
+
+def _receive_array(channel: Channel, incoming: Incoming, buffer: Buffer) -> Transfer:
+    if incoming.parts is None:
+        yield incoming.handle.Irecv([channel.transport.memory_of(buffer), incoming.nbytes, channel.byte])
+    else:
+        yield Pieces(channel, incoming, [buffer.array().view(np.uint8)[: incoming.nbytes]])
+    return _array_message(incoming, buffer)
+
+
+def _receive_object(channel: Channel, incoming: Incoming, head: Octets) -> Transfer:
+    if incoming.head is None:
+        yield incoming.handle.Irecv([head, incoming.nbytes, channel.byte])
+    else:
+        head = incoming.head
+    if incoming.parts is None:
+        return _object_message(incoming, head, [])
+    incoming.head, incoming.handle = head, None
+    bodies = [_new(_octets, size) for size in wire.unpack_table(head.data)[1:]]
+    yield Pieces(channel, incoming, bodies)
+    return _object_message(incoming, head, bodies)
+
+
+def _array_message(incoming: Incoming, buffer: Buffer) -> Message:
+    element = buffer.element
+    count = incoming.nbytes // element.itemsize
+    return Message(buffer.owner, incoming.src, incoming.tag, count, incoming.nbytes, element)
+
+
+def _object_message(incoming: Incoming, head: Octets, bodies: list[Octets]) -> Message:
+    """The object of a message; its frames lie in the message, or in bodies of their own."""
+    sizes = wire.unpack_table(head.data)
+    inline = range(1) if incoming.parts is not None else range(len(sizes))
+    frames = [wire.frame(head.data, sizes, index) for index in inline]
+    item = decode(frames + [body.data for body in bodies])
+    return Message(item, incoming.src, incoming.tag, 1, sum(sizes), None)
+
+
+def _reuse(result: Message, buffer: Buffer | None) -> Message:
+    """The data of a message to this rank itself, or of one whose first receive was cancelled after they had come."""
+    if buffer is None or result.element is None:
+        return result
+    buffer.array()[: result.count] = as_buffer(result.data).array()[: result.count]
+    return Message(buffer.owner, result.src, result.tag, result.count, result.nbytes, result.element)
+
+
+def kept(message: Message) -> Message:
+    """The message with data of its own, which nobody else writes."""
+    if message.element is None:
+        return message
+    data = as_buffer(message.data).array()[: message.count].copy().view(message.element.storage)
+    return Message(data, message.src, message.tag, message.count, message.nbytes, message.element)
+
+
+class Pieces:
+    """The pieces of one message as one request: each is received as soon as it has come."""
+
+    def __init__(self, channel: Channel, incoming: Incoming, bodies: list[Octets]) -> None:
+        self._channel = channel
+        self._incoming = incoming
+        self._regions: list[Octets] = []
+        for body in bodies:
+            start = 0
+            for size in wire.piece_sizes(body.nbytes):
+                self._regions.append(body[start : start + size])
+                start += size
+        self._started = 0
+        self._requests: list[Request] = []
+
+    def Test(self) -> bool:
+        parts = self._incoming.parts
+        assert parts is not None
+        if len(parts) < len(self._regions):
+            self._channel.inbox.poll_once()
+        while self._started < len(parts) and self._started < len(self._regions):
+            handle, nbytes = parts[self._started]
+            region = self._regions[self._started]
+            self._requests.append(handle.Irecv([region, nbytes, self._channel.byte]))
+            self._started += 1
+        self._requests = [request for request in self._requests if not request.Test()]
+        return self._started == len(self._regions) and not self._requests

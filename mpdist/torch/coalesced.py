@@ -1,0 +1,78 @@
+"""Coalesced: several collectives as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpdist.torch.collectives import Collectives
+from mpdist.torch.errors import WrongCall
+from mpdist.torch.staging import as_bytes, joined, readable, write
+from mpdist.torch.work import Several
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work as TorchWork
+
+Tensors = Sequence[Tensor]
+
+
+class Coalesced(Collectives):
+    """Operations on lists of tensors: for small ones one message is cheaper than many."""
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        """all_gather_single of each pair."""
+        for out, x in zip(outputs, inputs, strict=True):
+            if out.numel() != x.numel() * self._size:
+                raise WrongCall(
+                    f"all_gather: an output has {out.numel()} elements, needed {self._size} x {x.numel()}, one block "
+                    "for each rank"
+                )
+        return self._gather_all([list(out.detach().view(self._size, -1)) for out in outputs], inputs, opts, outputs)
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
+        """all_gather of several tensors; `output_lists[r][k]` is input k of rank r."""
+        if len(output_lists) != self._size or any(len(outs) != len(inputs) for outs in output_lists):
+            raise WrongCall(
+                f"output lists should be equal to world size: {self._size} lists of {len(inputs)} tensors are needed, "
+                f"got {[len(outs) for outs in output_lists]}"
+            )
+        blocks = [[outs[k] for outs in output_lists] for k in range(len(inputs))]
+        return self._gather_all(blocks, inputs, opts, [tensor for outs in output_lists for tensor in outs])
+
+    def _gather_all(self, blocks: Sequence[Tensors], inputs: Tensors, opts: Any, outputs: Tensors) -> TorchWork:
+        """Block r of `blocks[k]` is input k of rank r. All inputs of a rank travel as bytes, one behind the other."""
+        parts = [_octets(readable(x)) for x in inputs]
+        packed = joined(parts)
+        everyone = packed.new_empty((self._size, packed.numel()))
+        counts = [part.numel() for part in parts]
+
+        def hand_out() -> None:
+            for rank in range(self._size):
+                for outs, part in zip(blocks, torch.split(everyone[rank], counts), strict=True):
+                    write(outs[rank], _as(part, outs[rank]))
+
+        return self._hand(self._comm.all_gather(packed, out=everyone), opts, outputs, hand_out, inputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        """reduce_scatter_single of each pair."""
+        return Several([self.reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)])
+
+    def _start_coalescing(self, device: object = None) -> None:
+        """Operations inside the manager are posted at once; together they are waited for at its end."""
+
+    def _end_coalescing(self, device: object = None) -> None:  # type: ignore[override]  # nothing is left to wait for
+        return None
+
+
+def _as(octets: Tensor, like: Tensor) -> Tensor:
+    """Bytes as a tensor of this type and shape; copied where they are not aligned for the type."""
+    if octets.data_ptr() % like.element_size() or octets.storage_offset() % like.element_size():
+        octets = octets.clone()
+    return octets.view(like.dtype).view(like.shape)
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor).detach().reshape(-1).view(torch.uint8)

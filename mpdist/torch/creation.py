@@ -1,0 +1,68 @@
+"""Creation: a process group for torch, over a communicator of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mpdist
+from mpdist.torch import excepthook
+from mpdist.torch.burial import free_all_agreed
+from mpdist.torch.errors import WrongCall, translated
+from mpdist.torch.process_group import ProcessGroup
+from mpdist.torch.progress import Progress
+
+if TYPE_CHECKING:
+    from mpdist import Communicator
+    from mpdist.progress.engine import Engine
+
+_progress: Progress | None = None
+
+
+def create(options: Any, backend_options: object = None) -> ProcessGroup:
+    """A group of these ranks; collective over its members.
+
+    Raises:
+        WrongCall: torch was given another rank or number of ranks than MPI has.
+    """
+    world = mpdist.init()
+    excepthook.install()
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        _check_place(world, options.group_rank, options.group_size)
+        free_all_agreed(world)
+    try:
+        comm = world.subgroup(ranks).wait() if ranks else world.dup().wait()
+    except mpdist.MpdistError as error:
+        raise translated(error) from error
+    group = ProcessGroup(comm, options.store, progress_of(world), options.timeout)
+    comm.name = comm._channel.name = f"group {options.group_id}" if ranks else "default group"
+    return group
+
+
+def progress_of(world: Communicator) -> Progress:
+    """The thread for asynchronous operations; one for all groups, started when first needed."""
+    global _progress
+    if _progress is None:
+        _progress = Progress(world._channel.engine)
+        _stop_with(_progress, world._channel.engine)
+    return _progress
+
+
+def _stop_with(progress: Progress, engine: Engine) -> None:
+    """End our threads where mpdist ends its own: none may call MPI when it is stopped."""
+    stop_thread = engine.stop_thread
+
+    def stop_all() -> None:
+        progress.stop()
+        stop_thread()
+
+    engine.stop_thread = stop_all  # type: ignore[method-assign]  # of this one engine
+
+
+def _check_place(world: Communicator, rank: int, size: int) -> None:
+    if (rank, size) != (world.rank, world.size):
+        raise WrongCall(
+            f"init_process_group was given rank {rank} of {size}, but MPI has started this process as rank "
+            f"{world.rank} of {world.size}: both must agree. Start the script by `mpirun -n {size}` or "
+            f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
+        )

@@ -1,0 +1,228 @@
+"""Bucket: memory in which the gradients of several parameters travel as one message.
+
+Gradients enter by a copy that divides by the number of ranks on the way; large
+ones as soon as they are there, small ones together when the bucket starts,
+because a call into torch costs more than copying them. Then `parameter.grad` is
+the place in the bucket, and the result needs no copy.
+
+To communication hooks it looks like torch's GradBucket, which has no constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpdist.errors import UsageError
+from mpdist.memory import premul_sum
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.progress import Work
+    from mpdist.torch.data_parallel.slot import Slot
+
+# From this number of elements on a gradient is copied by its own hook, while it is in the cache.
+LARGE_COUNT = 32 * 1024
+
+# Gradients begin on cache lines.
+ALIGNED_BYTES = 64
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        slots: in the order in which they became ready in the first step.
+        flat: the whole message: the gradients, then `tail` further elements.
+        missing: gradients that are not there yet in this step.
+        work: the reduction, once it has started.
+        late: small gradients that are there, and go to their places when it starts.
+        future: what a communication hook returned.
+        started_at, done_at: `perf_counter()` of its message in this step.
+    """
+
+    @torch.enable_grad()  # a view made without is one that nobody may write with
+    def __init__(self, comm: Communicator, slots: Sequence[Slot], tail: int = 0, is_hooked: bool = False) -> None:
+        self.slots = list(slots)
+        parameters = [slot.parameter for slot in slots]
+        self.dtype = parameters[0].dtype
+        unit = ALIGNED_BYTES // self.dtype.itemsize
+        starts = [0]
+        for parameter in parameters:
+            starts.append(-(-(starts[-1] + parameter.numel()) // unit) * unit)
+        # A hook may resize what it gets (batched PowerSGD does), which only torch's own memory can.
+        count = starts[-1] + tail
+        self.flat = torch.empty(count, dtype=self.dtype) if is_hooked else empty(comm, count, self.dtype)
+        self.flat.zero_()  # the gaps
+        self._gradients = self.flat if is_hooked else self.flat[: starts[-1]]
+        self.tail = self.flat[starts[-1] :]
+        for slot, start in zip(slots, starts, strict=False):
+            slot.bucket = self
+            slot.view = _view(self.flat, start, slot.parameter)
+            slot.is_large = slot.parameter.numel() >= LARGE_COUNT
+        self.nbytes = self.flat.numel() * self.flat.itemsize
+        self.missing = len(self.slots)
+        self.work: Work[Any] | None = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.started_at = self.done_at = 0.0
+        self._scale = 1.0
+        self._op: Any = "sum"
+        self.late: list[Slot] = []
+        self._index, self._is_last = 0, False
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self, divisor: float, size: int, is_hooked: bool) -> None:
+        """Be empty for a new step, whose sum is to be divided."""
+        self.missing = len(self.slots)
+        self.work = self.future = None
+        self.started_at = self.done_at = 0.0
+        self.late.clear()
+        self._scale = 1.0
+        self._op = "sum"
+        if is_hooked:  # the hook divides
+            return
+        if self.dtype in HALF_TYPES:  # summed in float32: dividing first would cost digits
+            self._op = "avg" if divisor == size else premul_sum(1 / divisor)
+        else:
+            self._scale = 1 / divisor
+
+    def enter(self, slot: Slot) -> None:
+        """The gradient is complete: a large one goes to its place now, a small one with the others."""
+        self.missing -= 1
+        if not slot.is_large:
+            self.late.append(slot)
+            return
+        parameter, view = slot.parameter, cast(Tensor, slot.view)
+        gradient = parameter.grad
+        if gradient is view:  # autograd has added to it in its place
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+            return
+        if gradient is None or gradient.layout is not torch.strided:
+            raise _explained(slot)
+        if self._scale != 1.0:
+            torch.mul(gradient, self._scale, out=view)
+        else:
+            view.copy_(gradient)
+        parameter.grad = view
+
+    def enter_nothing(self, slot: Slot) -> None:
+        """The parameter has no gradient on this rank."""
+        self.missing -= 1
+        cast(Tensor, slot.view).zero_()
+
+    def _enter_late(self) -> None:
+        """Copy the small gradients; those that lie there already are copied onto themselves."""
+        late = self.late
+        if not late:
+            return
+        views = [cast(Tensor, slot.view) for slot in late]
+        gradients = [slot.parameter.grad for slot in late]
+        try:
+            torch._foreach_copy_(views, cast("list[Tensor]", gradients))
+        except (RuntimeError, TypeError) as error:
+            for slot, gradient in zip(late, gradients, strict=True):
+                if gradient is None or gradient.layout is not torch.strided:
+                    raise _explained(slot) from error
+            raise
+        if self._scale != 1.0:
+            if len(late) == len(self.slots):
+                self._gradients.mul_(self._scale)
+            else:
+                torch._foreach_mul_(views, self._scale)
+        for slot, view in zip(late, views, strict=True):
+            slot.parameter.grad = view
+        late.clear()
+
+    def start(self, comm: Communicator) -> None:
+        """Post the reduction."""
+        self._enter_late()
+        self.started_at = perf_counter()
+        self.work = comm.all_reduce(self.flat, op=self._op)
+
+    def start_hook(self, hook: Any, state: object) -> None:
+        """Let a communication hook reduce it."""
+        self._enter_late()
+        self.started_at = perf_counter()
+        self.future = hook(state, self)
+
+    def take(self, result: Any) -> None:
+        """Copy the result of a hook into its place, if it is elsewhere."""
+        if isinstance(result, list | tuple):
+            result = result[0]
+        if result.data_ptr() != self._gradients.data_ptr():
+            self._gradients.copy_(result.reshape(-1))
+
+    # ------------------------------------------------------------------ as torch's GradBucket
+
+    def number(self, index: int, is_last: bool) -> None:
+        """Its place in the order of buckets."""
+        self._index, self._is_last = index, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        return self._gradients
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._gradients.copy_(buffer)
+
+    def gradients(self) -> list[Tensor]:
+        return [cast(Tensor, slot.view) for slot in self.slots]
+
+    def parameters(self) -> list[Tensor]:
+        return [slot.parameter for slot in self.slots]
+
+    def __repr__(self) -> str:
+        state = "not started" if not self.started_at else "started"
+        return f"<Bucket {self._index} of {len(self.slots)} gradients, {self.nbytes} bytes, {state}>"
+
+
+def empty(comm: Communicator, count: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D tensor in memory that communicates best."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(comm.empty(count, np.int16)).view(dtype)
+    return torch.from_numpy(comm.empty(count, str(dtype).removeprefix("torch.")))
+
+
+def _explained(slot: Slot) -> UsageError:
+    """Why a gradient cannot be averaged."""
+    if slot.parameter.grad is None:
+        return UsageError(
+            f"the gradient of {slot.name} was taken away before it was averaged, by a hook or in another thread; "
+            "do that after backward"
+        )
+    return UsageError(
+        f"the gradient of {slot.name} is sparse, which is averaged for the weights of embeddings with sparse=True "
+        "only; make it dense, or sum it yourself"
+    )
+
+
+def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
+    """A part of the bucket in the shape and, where they have no holes, with the strides of the parameter."""
+    part = flat[start : start + parameter.numel()]
+    if _is_dense(parameter):
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.size())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a piece of memory, in whatever order of axes."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True

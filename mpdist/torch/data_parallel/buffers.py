@@ -1,0 +1,57 @@
+"""Buffers of the module, as running means: before a forward all ranks get those of one rank, in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from mpdist.torch.data_parallel.bucket import empty
+from mpdist.torch.data_parallel.waiting import finish
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+
+# Each buffer begins at a multiple of this: no dtype is larger.
+ALIGNED_BYTES = 16
+
+
+class Buffers:
+    """A list of buffers, and the memory in which they travel."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._tensors: list[Tensor] = []
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int) -> None:
+        """Give all ranks the buffers of rank `src`; `tensors` are read anew, as a buffer may have been reassigned."""
+        if not tensors:
+            return
+        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._lay_out(tensors)
+        assert self._flat is not None
+        # Backward may still need the values from before; it is torch's own way to leave them to chance here.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._tensors)):
+            if self._comm.rank == src:
+                torch._foreach_copy_(self._views, self._tensors)
+            finish(self._comm.broadcast(self._flat, src=src))
+            if self._comm.rank != src:
+                torch._foreach_copy_(self._tensors, self._views)
+
+    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
+        starts = [0]
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            starts.append(-(-(starts[-1] + nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES)
+        flat = empty(self._comm, starts[-1], torch.uint8)
+        self._views = [
+            flat[start : start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, starts, strict=False)
+        ]
+        self._tensors = list(tensors)
+        self._flat = flat

@@ -1,0 +1,42 @@
+"""Ending: what is called when a backward ends, or breaks off.
+
+torch's engine runs queued callbacks at the end of the graph task in which they
+were queued. The one of the module's outputs is the outermost: reentrant
+checkpointing runs inner ones, whose callbacks come early. A backward that an
+exception ends drops its callbacks without calling them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Ending:
+    """Calls one of two functions, once."""
+
+    def __init__(self, ended: Callable[[], object], broke_off: Callable[[], object]) -> None:
+        self._ended = ended
+        self._broke_off: Callable[[], object] | None = broke_off
+
+    def __call__(self) -> None:
+        self._broke_off = None
+        self._ended()
+
+    def __del__(self) -> None:
+        if self._broke_off is not None:
+            self._broke_off()
+
+
+def at_end_of_backward(ended: Callable[[], object], broke_off: Callable[[], object]) -> None:
+    """Call `ended()` when the graph task that runs in this thread is over, `broke_off()` if it never ends."""
+    _engine.queue_callback(Ending(ended, broke_off))
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a graph task."""
+    return bool(torch._C._current_graph_task_id() != -1)

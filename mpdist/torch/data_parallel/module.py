@@ -1,0 +1,320 @@
+"""DistributedDataParallel: a module whose gradients are the mean over all ranks, in place of torch's.
+
+It is a subclass of torch's class, because torch's own code asks for it
+(checkpoints, pipelines, the compiler), and has nothing of its C++ reducer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+from mpdist.errors import UsageError
+from mpdist.gradients.buckets import BUCKET_BYTES
+from mpdist.torch.data_parallel import start
+from mpdist.torch.data_parallel.buffers import Buffers
+from mpdist.torch.data_parallel.ending import is_in_backward
+from mpdist.torch.data_parallel.groups import own_communicator
+from mpdist.torch.data_parallel.join import DataParallelHook, OwnJoin, Roll, authority
+from mpdist.torch.data_parallel.reducer import Reducer
+from mpdist.torch.data_parallel.sparse import sparse_parameters
+from mpdist.torch.data_parallel.unused import Unused
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.statistics import Statistics
+
+# torch's compiler splits backward so that its first part has gradients of this size, and refuses smaller buckets.
+FIRST_BUCKET_BYTES = 1024**2
+
+
+class DistributedDataParallel(TorchDataParallel):
+    """A module that trains on all ranks, each with its own part of every batch.
+
+    ```python
+    model = mpdist.torch.DistributedDataParallel(model)
+    ```
+
+    After `backward()` each parameter's `grad` is the mean over the ranks, so the same optimizer step is made
+    everywhere. What the options mean is what they mean in torch's class.
+
+    Attributes:
+        module: the wrapped module.
+        comm: a communicator of its own: nothing else runs on it.
+        bucket_bytes_cap: for the compiler, which splits a module's backward where its buckets end.
+        require_backward_grad_sync: whether the next forward's backward averages; see `no_sync()`.
+    """
+
+    module: torch.nn.Module
+    reducer: Reducer  # type: ignore[assignment]  # torch's class has its own there
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        comm: Communicator | None = None,
+        *,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: object = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        device_ids: object = None,
+        output_device: object = None,
+    ) -> None:
+        """Wrap a module; collective over the ranks of `comm`.
+
+        Args:
+            module: on the CPU, with the same parameters in the same order on all ranks.
+            comm: missing: that of `process_group`, or of torch's default group, or the world's.
+            broadcast_buffers: before each forward all ranks get the buffers of rank 0.
+            init_sync: compare parameters between ranks, and give all ranks those of rank 0.
+            process_group: one of backend mpdist, in place of `comm`.
+            bucket_cap_mb: gradients travel in messages of about this many MiB.
+            find_unused_parameters: forwards may leave parameters out, other ones on each rank.
+            gradient_as_bucket_view: gradients always are views of the buckets; here for torch's signature.
+            static_graph: each backward uses the same parameters in the same way; allows reentrant checkpoints that
+                share parameters.
+            device_ids, output_device: None, as on the CPU.
+
+        Raises:
+            CollectiveMismatch: parameters differ between ranks; it names them.
+            UsageError: nothing to train; several devices; an option that makes no sense on the CPU.
+        """
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if device_ids or output_device is not None:
+            raise UsageError(f"device_ids={device_ids!r}, output_device={output_device!r}: leave them out on the CPU")
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise UsageError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive")
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self.device = _checked(named)
+        self.parameters_to_ignore = ignored
+        self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator
+        self.comm = own_communicator(comm, process_group)
+        self.module = module
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = True
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        bucket_bytes = BUCKET_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
+        self.bucket_bytes_cap = max(bucket_bytes, FIRST_BUCKET_BYTES)
+        self.broadcast_buffers = broadcast_buffers
+        self.device_type = self.device.type
+        self.device_ids = self.output_device = self.mixed_precision = self.logger = None
+        self.dim = 0
+        self._buffers_sync = Buffers(self.comm)
+        self._roll = Roll(self.comm)
+        self._divides_by_all = True
+        self._joins_by_itself = self._others_average = False
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._delay_all_reduce_params: list[torch.nn.Parameter] = []
+        self._delay_all_reduce_all_params = False
+        try:
+            if init_sync:
+                self._make_equal(named)
+        except BaseException:
+            self.comm._closed("its DistributedDataParallel was not made")
+            raise
+        unused = Unused(find_unused_parameters, static_graph, f"'{self.comm.name}' (rank {self.comm.rank})")
+        reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes)
+        self.reducer = reducer
+        weakref.finalize(self, _let_go, reducer, self.comm).atexit = False
+
+    def _make_equal(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        """Compare the module between the ranks, and give all of them the values of rank 0."""
+        start.compare(self.comm, "parameters", named)
+        start.compare(self.comm, "buffers", self._synced_buffers())
+        states = [*named, *(self._synced_buffers() if self.broadcast_buffers else [])]
+        start.broadcast(self.comm, [tensor for _, tensor in states], 0)
+
+    # ------------------------------------------------------------------ forward
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # torch's
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._prepare(averages)
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        self._expect(averages, output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def _prepare(self, averages: bool) -> None:
+        """What all ranks do together before a forward; nothing where a checkpoint calls it again within backward."""
+        if is_in_backward():
+            return
+        if averages:
+            self.reducer.look_at_parameters()
+        self._call_roll(averages)
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            source = authority(self.comm, True) if self._join_config.enable else 0
+            self._sync_module_buffers(source)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def _expect(self, averages: bool, output: Any) -> None:
+        self.require_forward_param_sync = averages
+        if averages:
+            self.reducer.expect(output)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self._buffers_sync.broadcast([buffer for _, buffer in self._synced_buffers()], authoritative_rank)
+
+    def _synced_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here have backwards that only accumulate gradients on this rank."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ------------------------------------------------------------------ hooks, statistics, end
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)`, which returns a Future of the reduced tensor, take the place of the mean.
+
+        torch's hooks run: their process group must be of a backend that is initialised. Before the first backward,
+        and on all ranks.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function of state and bucket, got {hook!r}")
+        if self.reducer.hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once")
+        self.reducer.hook = (hook, state)
+        self.reducer.forget_buckets()
+        self._comm_hooks.append((hook, state))
+
+    def statistics(self, last: int | None = None) -> Statistics:
+        """Where the time of the last steps went on this rank, in seconds; all remembered steps without `last`."""
+        return self.reducer.clock.statistics(last)
+
+    def close(self) -> None:
+        """Let the module and its communicator go; all ranks call it. Dropping the wrapper does the same, unasked."""
+        _let_go(self.reducer, self.comm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "mpdist.torch.DistributedDataParallel holds a communicator, which cannot be pickled or copied; "
+            "save model.module, or model.state_dict()"
+        )
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """`with model.join():` around a loop that may have fewer steps on some ranks.
+
+        Args:
+            divide_by_initial_world_size: divide by all ranks; else by those that still have inputs.
+            enable: False if inputs are known to be even.
+            throw_on_early_termination: raise RuntimeError on all ranks when the first has no inputs left.
+        """
+        return OwnJoin(
+            self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> DataParallelHook:
+        return DataParallelHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        device: torch.device = self.device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _call_roll(self, averages: bool) -> None:
+        """Tell ranks that have joined that this one has not, and learn how many have."""
+        if not self._join_config.enable:
+            return
+        if not self._joins_by_itself:
+            Join.notify_join_context(self)
+        ranks, _, gives_up = self._roll.call(True, averages)
+        if gives_up and self._join_config.throw_on_early_termination:
+            raise RuntimeError("a rank has no inputs left, and throw_on_early_termination=True: all ranks stop")
+        self._set_contributors(ranks)
+
+    def _set_contributors(self, ranks: int) -> None:
+        self.reducer.contributors = ranks
+        self.reducer.divisor = float(self.comm.size if self._divides_by_all else ranks)
+
+    def _shadow_step(self) -> None:
+        """What a rank without inputs does while the others make a step."""
+        if not self._joins_by_itself:
+            ranks, self._others_average, _ = self._roll.call(False)
+            self._set_contributors(ranks)
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            self._sync_module_buffers(authority(self.comm, False))
+        self.require_forward_param_sync = self._others_average
+        if self._others_average:
+            self.reducer.join_absent()
+
+    def _take_last_parameters(self, is_last_joiner: bool) -> None:
+        source = authority(self.comm, is_last_joiner)
+        named = self.module.named_parameters()
+        tensors: list[torch.Tensor] = [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+        if self.broadcast_buffers:
+            tensors += [tensor for _, tensor in self._synced_buffers()]
+        start.broadcast(self.comm, tensors, source)
+
+    def _left_join(self) -> None:
+        self._joins_by_itself = False
+        self._divides_by_all = True
+        self._set_contributors(self.comm.size)
+        self._join_config = self._join_config.construct_disabled_join_config()
+
+    # ------------------------------------------------------------------ what torch's class has beside
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = self.reducer.unused.is_static = True
+        self.reducer.forget_buckets()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {"world_size": self.comm.size, "rank": self.comm.rank, "iteration": self.reducer.step}
+
+    def _check_reducer_finalized(self) -> None:
+        if self.reducer.is_active:
+            raise RuntimeError("a backward of this module has not ended")
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def __repr__(self) -> str:
+        return f"DistributedDataParallel(over {self.comm.size} ranks of '{self.comm.name}',\n{self.module!r})"
+
+
+def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
+    """The device of the parameters; raises UsageError where they cannot be averaged."""
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise UsageError("no parameter of the module requires a gradient, so there is nothing to average")
+    for name, parameter in named:
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name} is not initialised yet: run a forward of the module before it is wrapped")
+    device = start.check_device(named)
+    if device.type != "cpu":
+        raise UsageError(f"the module is on {device}; DistributedDataParallel averages on the CPU: module.to('cpu')")
+    return device
+
+
+def _let_go(reducer: Reducer, comm: Communicator) -> None:
+    reducer.remove_hooks()
+    if not comm._channel.is_closed:
+        comm._closed("its DistributedDataParallel is gone")

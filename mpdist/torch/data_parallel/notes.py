@@ -1,0 +1,63 @@
+"""Notes: what the ranks tell each other beside the gradients, in the tail of the last bucket, so without a message.
+
+    one number per parameter    1 where this rank has a gradient: the sum says how many ranks have
+    one number per rank         seconds that this rank computed, in its own place: who was the slowest
+    one number                  forwards since the last average: a rank that has more may have skipped a backward
+
+All are float32 or float64 numbers of a sum, exact as far as needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# No seconds for each rank in larger jobs: the note would be longer than many buckets.
+TIMED_RANKS = 1024
+
+
+class Notes:
+    """Room for the notes of one step."""
+
+    def __init__(self, room: Tensor, count: int, rank: int, size: int) -> None:
+        """Take `length(count, size)` elements of memory that will be summed over the ranks."""
+        self._room = room
+        self._count = count
+        self._rank = rank
+        self._size = size
+
+    @staticmethod
+    def length(count: int, size: int) -> int:
+        """Elements needed for so many parameters and ranks."""
+        return count + (size if size <= TIMED_RANKS else 0) + 1
+
+    def write(self, unused: list[int], seconds: float, forwards: int) -> None:
+        """Before the sum: parameters without a gradient here, seconds of computing, forwards since the last average."""
+        room = self._room
+        room.zero_()
+        room[: self._count].fill_(1.0)
+        if unused:
+            room[torch.tensor(unused)] = 0.0
+        if self._size <= TIMED_RANKS:
+            room[self._count + self._rank] = seconds
+        room[-1] = forwards
+
+    def write_absent(self) -> None:
+        """The note of a rank that has no inputs any more."""
+        self._room.zero_()
+
+    def used(self) -> list[int]:
+        """After the sum: for each parameter, how many ranks have a gradient."""
+        return [round(number) for number in self._room[: self._count].tolist()]
+
+    def are_all_used(self, ranks: int) -> bool:
+        """After the sum: whether so many ranks have a gradient of every parameter."""
+        return bool((self._room[: self._count] == ranks).all())
+
+    def seconds(self) -> list[float]:
+        """After the sum: for each rank how long it computed; empty in large jobs."""
+        return self._room[self._count : -1].tolist()
+
+    def forwards(self) -> int:
+        """After the sum: forwards of all ranks since the last average."""
+        return round(self._room[-1].item())

@@ -1,0 +1,66 @@
+"""Overlap: who drives the reductions while backward computes.
+
+A thread of ours does where there is a core for it, or a network that would else stand still. On a node whose cores
+are all busy it only takes turns with backward: there each rank moves what is under way when it starts a bucket, and
+does the rest at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpdist.torch.progress import Progress
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+
+
+class Overlap:
+    """Drives the reductions of one module.
+
+    Attributes:
+        has_thread: a thread drives during backward; else the caller does, now and then.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        engine = comm._channel.engine
+        self._engine = engine
+        self._progress = Progress(engine)
+        nodes = len({engine.nodes[rank] for rank in comm.ranks})
+        self.has_thread = (
+            comm.size > 1
+            and engine.is_threaded
+            and is_thread_worth(nodes, len(os.sched_getaffinity(0)), comm.local_size, torch.get_num_threads())
+        )
+
+    def started(self) -> None:
+        """A bucket has started."""
+        if self.has_thread:
+            self._progress.posted()
+        else:
+            self._engine.drive()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This thread waits, and so drives by itself."""
+        thread = threading.get_ident()
+        self._progress.waiting.add(thread)
+        try:
+            yield
+        finally:
+            self._progress.waiting.discard(thread)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._progress.stop()
+
+
+def is_thread_worth(nodes: int, cores: int, local_ranks: int, threads: int) -> bool:
+    """Whether a thread of its own moves messages faster than the computing threads would."""
+    return nodes > 1 or cores >= local_ranks * (threads + 1)

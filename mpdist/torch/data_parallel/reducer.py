@@ -1,0 +1,395 @@
+"""Reducer: averages gradients while backward computes them.
+
+    forward      expect(output): backward will enter by these tensors
+    backward     ready(slot), for each parameter: its gradient goes into its bucket; a full bucket starts when all
+                 buckets before it have started, so that all ranks start them in the same order
+    its end      finish(): buckets that are not full start with zeros for what is missing; all are waited for
+
+The first backward only watches in which order gradients come. At its end the ranks agree on the buckets; the same
+happens when parameters were frozen or thawed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpdist.errors import ClosedError, UsageError
+from mpdist.progress.callback import when_done
+from mpdist.torch.data_parallel import outputs, plan, sparse
+from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward
+from mpdist.torch.data_parallel.notes import Notes
+from mpdist.torch.data_parallel.overlap import Overlap
+from mpdist.torch.data_parallel.slot import Slot
+from mpdist.torch.data_parallel.statistics import Clock
+from mpdist.torch.data_parallel.unused import Unused
+from mpdist.torch.data_parallel.waiting import finish, hold
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.bucket import Bucket
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+class Reducer:
+    """The buckets of one module, and where the running backward is.
+
+    Attributes:
+        slots: parameters with `requires_grad`, in the module's order.
+        buckets: in the order in which they start; None until the ranks have agreed.
+        is_expected: a forward was made whose backward is to be averaged.
+        is_active: such a backward is running.
+        step: number of backwards averaged so far.
+        contributors: ranks that still have inputs.
+        divisor: what the sum of gradients is divided by.
+        clock: times of this step and of earlier ones.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse_parameters: set[torch.Tensor],
+        unused: Unused,
+        bucket_bytes: int,
+    ) -> None:
+        self.comm = comm
+        self.unused = unused
+        self.bucket_bytes = bucket_bytes
+        self.slots: list[Slot] = []
+        self.buckets: list[Bucket] | None = None
+        self.is_expected = False
+        self.is_active = False
+        self.step = 0
+        self.contributors = comm.size
+        self.divisor = float(comm.size)
+        self.clock = Clock(comm.rank, comm.size)
+        self.overlap = Overlap(comm)
+        self.hook: tuple[Hook, object] | None = None
+        self.broken = ""
+        self.before_start: Callable[[], None] | None = None
+        self._all = [
+            Slot(index, name, parameter, parameter in sparse_parameters)
+            for index, (name, parameter) in enumerate(parameters)
+        ]
+        self._notes: Notes | None = None
+        self._own_notes: torch.Tensor | None = None
+        self._seen: list[int] = []
+        self._started = 0
+        self._is_closing = False
+        self._forwards = 0
+        self._has_warned = False
+        self.look_at_parameters()
+
+    # ------------------------------------------------------------------ forward
+
+    def look_at_parameters(self) -> None:
+        """Read `requires_grad` again: thawed parameters get a hook, and the buckets are made anew."""
+        flags = [slot.parameter.requires_grad for slot in self._all]
+        if flags == [slot.handle is not None for slot in self._all]:
+            return
+        for slot, requires_grad in zip(self._all, flags, strict=True):
+            if requires_grad and slot.handle is None:
+                slot.handle = _register(slot.parameter, _hook(self, slot))
+            elif not requires_grad and slot.handle is not None:
+                slot.handle.remove()
+                slot.handle = None
+        self.slots = [slot for slot in self._all if slot.handle is not None]
+        for index, slot in enumerate(self.slots):
+            slot.index = index
+        self.forget_buckets()
+
+    def forget_buckets(self) -> None:
+        """Make the buckets anew at the end of the next backward."""
+        self.buckets = None
+        self.unused.forget()
+        for slot in self._all:
+            slot.bucket = slot.view = None
+            slot.due = 1
+
+    def expect(self, output: Any) -> None:
+        """A forward is over, and backward will enter by its output."""
+        self.is_expected = True
+        self._forwards += 1
+        is_watched = outputs.watch(output, self._entered)
+        if not is_watched and self.unused.is_allowed and self.slots and not is_in_backward():
+            self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
+
+    def prepare_for_backward(self, tensors: object = None) -> None:
+        """Let the next backward be averaged; torch's pipelines call this after a forward in `no_sync()`."""
+        self.is_expected = True
+
+    # ------------------------------------------------------------------ backward
+
+    def _entered(self) -> None:
+        """Backward has come to an output of the module."""
+        if not self.is_active and self.slots:
+            self.begin()
+
+    def begin(self) -> None:
+        """A backward that is to be averaged has begun in this thread."""
+        if torch.is_grad_enabled():
+            warnings.warn(
+                "backward(create_graph=True) through DistributedDataParallel: the averaged gradients have no graph; "
+                "take torch.autograd.grad for derivatives of derivatives",
+                stacklevel=2,
+            )
+        self._open()
+        at_end_of_backward(self.finish, self._broke_off)
+
+    def _open(self) -> None:
+        if self.broken:
+            raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
+        if self.before_start is not None:
+            self.before_start()
+        self.is_active = True
+        self.step += 1
+        self._is_closing = False
+        self._started = 0
+        self._seen.clear()
+        for slot in self.slots:
+            slot.fired = 0
+        for bucket in self.buckets or ():
+            bucket.begin(self.divisor, self.comm.size, self.hook is not None)
+        if self.buckets is not None and self.unused.is_static:
+            for slot in self.slots:  # those that this rank never uses need not be waited for
+                if not slot.due and slot.bucket is not None:
+                    self._unfired(slot)
+        self.clock.backward_begins()
+
+    def ready(self, slot: Slot) -> None:
+        """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
+        if not self.is_active:
+            if not self.is_expected:
+                return  # no_sync(): gradients only accumulate
+            self.begin()
+        slot.fired += 1
+        if self.buckets is None:
+            self._seen.append(slot.index)
+            if slot.fired > 1 and not self.unused.is_static:
+                raise _fired_twice(slot)
+            return
+        if slot.fired != slot.due:
+            if slot.fired > slot.due:
+                raise _fired_twice(slot)
+            return
+        bucket = slot.bucket
+        if bucket is None:  # sparse
+            return
+        if not slot.is_large and bucket.missing > 1:  # what `enter` does; most parameters are small
+            bucket.missing -= 1
+            bucket.late.append(slot)
+            return
+        with torch.no_grad():  # create_graph=True
+            bucket.enter(slot)
+            if not bucket.missing:
+                self._start_full()
+
+    def _start_full(self) -> None:
+        buckets = self.buckets
+        assert buckets is not None
+        while self._started < len(buckets) and not buckets[self._started].missing:
+            self._start(buckets[self._started])
+
+    def _start(self, bucket: Bucket) -> None:
+        self._started += 1
+        if bucket.is_last() and self._own_notes is None:
+            self._write_notes()
+        if self.hook is not None:
+            self._start_hooks()
+            return
+        bucket.start(self.comm)
+        assert bucket.work is not None
+        when_done(bucket.work, partial(_note_time, bucket))
+        if not self._is_closing:
+            self.overlap.started()
+
+    def _start_hooks(self) -> None:
+        """Call the hook for the buckets that have started, one after the other has ended.
+
+        What it does at the end of its first message, in whatever thread, may be another message: those of two buckets
+        would come in different orders on the ranks.
+        """
+        assert self.hook is not None
+        assert self.buckets is not None
+        for bucket in self.buckets[: self._started]:
+            if bucket.future is None:
+                bucket.start_hook(*self.hook)
+            assert bucket.future is not None
+            if not bucket.future.done():
+                return
+
+    def _write_notes(self) -> None:
+        assert self._notes is not None
+        missing: list[int] = []
+        if self._is_closing or self.unused.is_static:  # else all gradients are here
+            missing = [slot.index for slot in self.slots if not self.unused.has_gradient(slot)]
+        self._notes.write(missing, self.clock.computed(), self._forwards)
+
+    def _broke_off(self) -> None:
+        """An exception ended the backward."""
+        self.is_active = self.is_expected = False
+        if self._started:
+            self.broken = (
+                f"its backward number {self.step} was ended by an exception after {self._started} buckets had started, "
+                "so the ranks are out of step"
+            )
+
+    # ------------------------------------------------------------------ the end of backward
+
+    def finish(self) -> None:
+        """Backward is over: what is missing is zero; wait for all."""
+        if not self._has_fired() and not self.unused.is_allowed:
+            # autograd.grad() for other tensors. Was it a backward in which this rank alone reached no parameter, then
+            # the number of forwards tells in the next.
+            self.is_active = False
+            self.step -= 1
+            return
+        with torch.no_grad():
+            self._close(self._unfired)
+
+    def _has_fired(self) -> bool:
+        return self._started > 0 or bool(self._seen) or any(slot.fired for slot in self.slots)
+
+    def join_empty(self) -> None:
+        """Take part in a backward of the others with no gradient of this rank's own."""
+        with torch.no_grad():
+            self._open()
+            self._close(self._unfired)
+
+    def join_absent(self) -> None:
+        """Take part without inputs: with zeros. The others' mean comes here too, for an optimizer that has a shard."""
+        with torch.no_grad():
+            self._open()
+            self._close(self._absent)
+
+    def _unfired(self, slot: Slot) -> None:
+        """A parameter without a gradient of this backward; one of an earlier backward counts."""
+        assert slot.bucket is not None
+        if slot.parameter.grad is None and not slot.fired:
+            slot.bucket.enter_nothing(slot)
+        else:
+            slot.bucket.enter(slot)
+
+    def _absent(self, slot: Slot) -> None:
+        assert slot.bucket is not None
+        slot.bucket.enter_nothing(slot)
+
+    def _close(self, enter: Callable[[Slot], None]) -> None:
+        is_absent = enter == self._absent
+        self._is_closing = True
+        self.clock.backward_ends()
+        try:
+            if self.buckets is None:
+                self._agree(is_absent)
+                for slot in self.slots:
+                    if slot.bucket is not None:
+                        enter(slot)
+            elif self._started < len(self.buckets):
+                for slot in self.slots:
+                    if slot.bucket is not None and slot.fired < slot.due:
+                        enter(slot)
+            with self.overlap.waiting():
+                self._start_full()
+                self._wait(is_absent)
+        finally:
+            self.is_active = self.is_expected = False
+
+    def _agree(self, is_absent: bool) -> None:
+        """The first backward is over: make the buckets."""
+        agreement = hold(plan.agree(self.comm, self.slots, None if is_absent else self._seen))
+        self.unused.learn(self.slots, agreement.used)
+        self.buckets, self._notes, self._own_notes = plan.make_buckets(
+            self.comm, self.slots, agreement.order, self.bucket_bytes, self.hook is not None
+        )
+        for bucket in self.buckets:
+            bucket.begin(self.divisor, self.comm.size, self.hook is not None)
+
+    def _wait(self, is_absent: bool) -> None:
+        assert self.buckets is not None
+        assert self._notes is not None
+        if self._own_notes is not None:
+            self._write_notes()
+        if is_absent:
+            self._notes.write_absent()
+        own = None if self._own_notes is None else self.comm.all_reduce(self._own_notes)
+        for bucket in self.buckets:
+            if self.hook is not None:
+                self._start_hooks()
+                self._wait_for_hook(bucket)
+            elif bucket.work is not None:
+                finish(bucket.work)
+        if own is not None:
+            finish(own)
+        for slot in self.slots:
+            if slot.is_sparse:
+                sparse.average(self.comm, slot, self.divisor, is_absent)
+        if not is_absent:
+            self._compare_forwards(self._notes.forwards())
+        self.clock.step_ends(self.buckets, self._notes.seconds())
+        self.unused.settle(self.slots, self._notes, self.contributors, is_absent)
+
+    def _compare_forwards(self, total: int) -> None:
+        mine, self._forwards = self._forwards, 0
+        if total != mine * self.contributors and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): this rank made {mine} "
+                f"forwards for this backward, all {self.contributors} ranks together {total}. A rank that skips a "
+                "backward averages its next one with this one of the others, and is missing at the end; use join() "
+                "for uneven inputs",
+                stacklevel=2,
+            )
+
+    def _wait_for_hook(self, bucket: Bucket) -> None:
+        future = bucket.future
+        assert future is not None
+        self.comm._channel.engine.drive_while(lambda: not future.done())
+        bucket.take(future.value())
+        bucket.done_at = perf_counter()
+
+    def remove_hooks(self) -> None:
+        """Let the parameters go."""
+        self.overlap.stop()
+        for slot in self._all:
+            if slot.handle is not None:
+                slot.handle.remove()
+
+
+def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _hook(reducer: Reducer, slot: Slot) -> Callable[[torch.Tensor], None]:
+    ready = reducer.ready
+
+    def hook(parameter: torch.Tensor) -> None:
+        ready(slot)
+
+    return hook
+
+
+def _note_time(bucket: Bucket, work: object) -> None:
+    bucket.done_at = perf_counter()
+
+
+def _fired_twice(slot: Slot) -> UsageError:
+    if slot.due == 0:
+        return UsageError(
+            f"{slot.name} got a gradient, which it did not in the first backward, but static_graph=True says that all "
+            "are alike; leave static_graph out, and say find_unused_parameters=True"
+        )
+    return UsageError(
+        f"the gradient of {slot.name} became ready twice in one backward. Reentrant checkpointing does that to a "
+        "parameter that several checkpointed parts use: take checkpoint(..., use_reentrant=False), or say "
+        "static_graph=True if each backward does the same"
+    )

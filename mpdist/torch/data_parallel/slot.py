@@ -1,0 +1,44 @@
+"""Slot: what the reducer knows of one parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.utils.hooks import RemovableHandle
+
+    from mpdist.torch.data_parallel.bucket import Bucket
+
+
+class Slot:
+    """A parameter whose gradient is averaged.
+
+    Attributes:
+        index: its number among all of them, the same on all ranks.
+        bucket: where its gradient travels; None before the first step, and where it is sparse.
+        view: its part of the bucket, in the parameter's shape; `parameter.grad` between two steps.
+        fired: how often its hook ran in this backward.
+        due: how often it runs until the gradient is complete.
+        is_sparse: it has sparse gradients.
+    """
+
+    __slots__ = ("bucket", "due", "fired", "handle", "index", "is_large", "is_sparse", "name", "parameter",
+                 "view")  # fmt: skip
+
+    def __init__(self, index: int, name: str, parameter: Parameter, is_sparse: bool) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.is_sparse = is_sparse
+        self.bucket: Bucket | None = None
+        self.view: Tensor | None = None
+        self.handle: RemovableHandle | None = None
+        self.fired = 0
+        self.due = 1
+        self.is_large = False
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.index} {self.name}>"

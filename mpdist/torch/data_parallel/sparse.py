@@ -1,0 +1,55 @@
+"""Sparse gradients, as embeddings with `sparse=True` have them: rows of all ranks are gathered and added."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpdist.errors import UsageError
+from mpdist.torch.data_parallel.waiting import finish
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.slot import Slot
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
+    """The parameters whose gradients are sparse."""
+    return {
+        part.weight
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    }
+
+
+def average(comm: Communicator, slot: Slot, divisor: float, is_absent: bool) -> None:
+    """Replace the gradient by the sum over the ranks, divided; a rank without one contributes no rows."""
+    parameter = slot.parameter
+    gradient = None if is_absent else parameter.grad
+    if gradient is not None and gradient.layout is not torch.sparse_coo:
+        raise UsageError(
+            f"{slot.name} belongs to an embedding with sparse=True, and got a dense gradient; "
+            "say sparse=False if it is used elsewhere too"
+        )
+    if gradient is None:
+        indices = torch.empty((1, 0), dtype=torch.int64)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+    else:
+        gradient = gradient.coalesce()
+        indices, values = gradient.indices(), gradient.values()
+    rows = finish(comm.all_gather([indices.reshape(-1).contiguous()]))
+    blocks = finish(comm.all_gather([values.contiguous().reshape(-1)]))
+    if is_absent:
+        return
+    all_rows = torch.cat([_as_tensor(block) for block in rows]).reshape(1, -1)
+    all_values = torch.cat([_as_tensor(block) for block in blocks]).reshape(-1, *parameter.shape[1:])
+    if not all_rows.numel() and parameter.grad is None:
+        return
+    summed = torch.sparse_coo_tensor(all_rows, all_values / divisor, parameter.shape).coalesce()
+    parameter.grad = summed
+
+
+def _as_tensor(block: object) -> Tensor:
+    return block if isinstance(block, Tensor) else torch.as_tensor(block)

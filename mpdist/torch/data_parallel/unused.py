@@ -1,0 +1,105 @@
+"""Unused: parameters that get no gradient in a backward, on this rank or on all.
+
+By default each must get one on every rank, and the first step that misses one says
+which. With `find_unused_parameters` a parameter may be left out: the ranks that
+use it are averaged with zeros of the others, and where no rank uses it its
+gradient stays as it was. With `static_graph` the first backward decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpdist.torch.data_parallel.notes import Notes
+    from mpdist.torch.data_parallel.slot import Slot
+
+# So many parameters are named; there are models with thousands.
+NAMED = 8
+
+
+class Unused:
+    """What is done about them.
+
+    Attributes:
+        is_allowed: `find_unused_parameters`.
+        is_static: `static_graph`.
+    """
+
+    def __init__(self, is_allowed: bool, is_static: bool, where: str) -> None:
+        self.is_allowed = is_allowed
+        self.is_static = is_static
+        self._where = where
+        self._static: list[int] | None = None
+
+    def forget(self) -> None:
+        """Learn again what a static graph uses."""
+        self._static = None
+
+    def learn(self, slots: Sequence[Slot], used: list[int]) -> None:
+        """After the first backward: how often each hook runs in a static graph, and what no rank uses."""
+        if not self.is_static:
+            return
+        self._static = used
+        for slot in slots:
+            slot.due = slot.fired
+
+    def has_gradient(self, slot: Slot) -> bool:
+        """Whether this rank has a gradient; with find_unused_parameters one from an earlier no_sync() counts."""
+        return slot.parameter.grad is not None if self.is_allowed else slot.fired > 0
+
+    def settle(self, slots: Sequence[Slot], notes: Notes, ranks: int, is_absent: bool) -> None:
+        """After the sum: gradients of parameters that some rank used, and errors for those that none may miss."""
+        if notes.are_all_used(ranks) and not (self.is_allowed or self.is_static or is_absent):
+            return
+        used = notes.used()
+        if self.is_static:
+            self._check_static(slots, used)
+        elif not self.is_allowed:
+            missed = [(slot, count) for slot, count in zip(slots, used, strict=True) if count != ranks]
+            if missed:
+                raise self._missed(missed, ranks, is_absent)
+        _give([slot for slot, ranks_using in zip(slots, used, strict=True) if ranks_using], is_absent)
+
+    def _check_static(self, slots: Sequence[Slot], used: list[int]) -> None:
+        if self._static is None or used == self._static:
+            return
+        changed = [
+            f"{slot.name} by {now} ranks, by {before} in the first"
+            for slot, now, before in zip(slots, used, self._static, strict=True)
+            if now != before
+        ]
+        raise UsageError(
+            f"DistributedDataParallel on {self._where}: static_graph=True, but this backward uses other parameters "
+            f"than the first one: {'; '.join(changed[:NAMED])}. Leave static_graph out, and say "
+            "find_unused_parameters=True"
+        )
+
+    def _missed(self, missed: list[tuple[Slot, int]], ranks: int, is_absent: bool) -> UsageError:
+        def listed(slots: Sequence[tuple[Slot, int]]) -> str:
+            names = ", ".join(slot.name for slot, _ in slots[:NAMED])
+            return f"{names} and {len(slots) - NAMED} more" if len(slots) > NAMED else names
+
+        here = [(slot, count) for slot, count in missed if not slot.fired and not is_absent]
+        elsewhere = [(slot, count) for slot, count in missed if slot.fired or is_absent]
+        parts = []
+        if here:
+            parts.append(f"on this rank {listed(here)} got no gradient")
+        if elsewhere:
+            counts = sorted({ranks - count for _, count in elsewhere})
+            parts.append(f"{listed(elsewhere)} got none on {'-'.join(map(str, counts))} other of {ranks} ranks")
+        return UsageError(
+            f"DistributedDataParallel on {self._where}: a backward did not reach all parameters: {'; '.join(parts)}. "
+            "If some forwards use only a part of the module, say find_unused_parameters=True; a parameter that is "
+            "never used is better frozen: requires_grad_(False)"
+        )
+
+
+def _give(slots: Sequence[Slot], is_absent: bool) -> None:
+    """Parameters without a gradient on this rank get that of the others; all of them on a rank without inputs."""
+    for slot in slots:
+        if slot.view is not None and (is_absent or slot.parameter.grad is None):
+            slot.parameter.grad = slot.view

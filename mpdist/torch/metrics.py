@@ -1,0 +1,53 @@
+"""Metrics: means over the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from mpdist.errors import UsageError
+from mpdist.torch.data_parallel.waiting import finish
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+
+
+class Metrics:
+    """Weighted means, added up on each rank and joined in one message.
+
+    ```python
+    metrics = mpdist.torch.Metrics(comm, "loss", "accuracy")
+    for x, y in loader:
+        ...
+        metrics.add(len(x), loss=loss, accuracy=correct / len(x))
+    print(metrics.means())  # {"loss": ..., "accuracy": ...}, the same on all ranks
+    ```
+    """
+
+    def __init__(self, comm: Communicator, *names: str) -> None:
+        self._comm = comm
+        self._sums = dict.fromkeys(names, 0.0)
+        self._weight = 0.0
+
+    def add(self, weight: float = 1.0, **values: object) -> None:
+        """Add the means of `weight` samples; numbers, or tensors of one element."""
+        if values.keys() != self._sums.keys():
+            raise UsageError(f"got {sorted(values)}; these metrics are {sorted(self._sums)}")
+        for name, value in values.items():
+            number = value.detach() if isinstance(value, Tensor) else value
+            self._sums[name] += weight * float(number)  # type: ignore[arg-type]  # what has __float__
+        self._weight += weight
+
+    def means(self) -> dict[str, float]:
+        """Means over all samples of all ranks since the last call; not a number without samples. Collective."""
+        numbers = np.array([self._weight, *self._sums.values()])
+        finish(self._comm.all_reduce(numbers))
+        weight, sums = numbers[0], numbers[1:]
+        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._weight = 0.0
+        return {
+            name: float(total / weight) if weight else float("nan")
+            for name, total in zip(self._sums, sums, strict=True)
+        }

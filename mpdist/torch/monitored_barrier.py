@@ -1,0 +1,118 @@
+"""Monitored barrier: a barrier that names the ranks which did not come.
+
+Rank 0 hears from every other rank, and then answers. So it knows who is missing; the texts are those of torch's own
+for gloo, which programs look for. Nothing here is a collective: after a failure the group stays usable.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpdist.errors import MpdistError
+from mpdist.torch.errors import OperationFailed, OperationTimeout, WrongCall
+
+if TYPE_CHECKING:
+    from mpdist.progress.work import Work
+    from mpdist.torch.group import Group
+
+# The largest tags are ours; torch's users count from 0.
+_ARRIVED, _PASSED = 0, 1
+
+
+def monitored_barrier(group: Group, timeout: timedelta | float | None, *, wait_all_ranks: bool) -> None:
+    """Return when all ranks of the group have called it.
+
+    Raises:
+        OperationTimeout: not within the timeout; on rank 0 the text names who is missing.
+    """
+    seconds = _seconds(group, timeout)
+    if group._rank == 0:
+        _collect(group, seconds, wait_all_ranks=wait_all_ranks)
+    else:
+        _report(group, seconds)
+
+
+def _collect(group: Group, seconds: float, *, wait_all_ranks: bool) -> None:
+    end = monotonic() + seconds
+    arrivals = {rank: _receive(group, rank, _ARRIVED) for rank in range(1, group._size)}
+    missing = []
+    for rank, arrival in arrivals.items():
+        if not _came(group, arrival, end - monotonic()):
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+    for arrival in arrivals.values():
+        if not arrival.done():
+            arrival.cancel()
+    if missing:
+        raise OperationTimeout(_text(missing, seconds, wait_all_ranks=wait_all_ranks), None, missing)
+    for rank in range(1, group._size):
+        _send(group, rank, _PASSED)
+
+
+def _report(group: Group, seconds: float) -> None:
+    _send(group, 0, _ARRIVED)
+    answer = _receive(group, 0, _PASSED)
+    # Rank 0 waits for others within its own limit, and may have come later than we.
+    if not _came(group, answer, 2 * seconds):
+        answer.cancel()
+        rank = group._rank
+        raise OperationTimeout(
+            f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n Original exception: \n"
+            f"mpdist: Timed out waiting {2 * seconds * 1000:g}ms for the answer of rank 0",
+            answer,
+            [0],
+        )
+
+
+def _text(missing: list[int], seconds: float, *, wait_all_ranks: bool) -> str:
+    milliseconds = f"{seconds * 1000:g} ms"
+    if seconds == 0:
+        return f"[Rank 0]: Rank {missing[0]} failed: Rank 0 timed out in monitoredBarrier after {milliseconds}."
+    if wait_all_ranks:
+        return f"[Rank 0]: Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier in {milliseconds}"
+    return f"[Rank 0]: Rank {missing[0]} failed to pass monitoredBarrier in {milliseconds}"
+
+
+def _seconds(group: Group, timeout: timedelta | float | None) -> float:
+    if timeout is None:
+        return group._waiter.seconds or float("inf")
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if not isinstance(timeout, int | float):
+        raise WrongCall(f"monitored_barrier: timeout must be a timedelta, got {type(timeout).__name__}")
+    return float(timeout)
+
+
+def _came(group: Group, work: Work[Any], seconds: float) -> bool:
+    try:
+        if not group._engine.wait(work, max(seconds, 0.0) if seconds < threading_limit() else None):
+            return False
+        work.result()
+    except MpdistError as error:
+        raise OperationFailed(f"monitored_barrier: {error}") from error
+    return True
+
+
+def threading_limit() -> float:
+    """More seconds than this are for ever."""
+    import threading
+
+    return threading.TIMEOUT_MAX
+
+
+def _tag(group: Group, stage: int) -> int:
+    return group._channel.max_tag - stage
+
+
+def _send(group: Group, rank: int, stage: int) -> None:
+    group._comm.send(torch.zeros(1, dtype=torch.uint8), rank, _tag(group, stage))
+
+
+def _receive(group: Group, rank: int, stage: int) -> Any:
+    return group._comm.recv(torch.zeros(1, dtype=torch.uint8), rank, _tag(group, stage))

@@ -1,0 +1,184 @@
+"""Progress: who looks at operations that nobody waits for.
+
+A synchronous call drives the Engine itself. After `async_op=True` the program computes, and a thread of ours looks:
+seldom enough to be no burden beside the computation, and not at all while some thread waits and therefore drives.
+
+Callbacks of futures run on the thread that finds the operation complete. A callback may itself wait for another
+operation; when that happens on this thread, the next one of the chain takes over until it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpdist.progress.engine import Engine
+
+# A nap gives the GIL away, so that the hooks of a backward run between two looks.
+NAP_SECONDS = 50e-6
+LONG_NAP_SECONDS = 0.002
+# Whoever posts and waits at once is not to meet the thread: so long it leaves new operations alone.
+PATIENCE_SECONDS = 0.0005
+# So long after the last asynchronous operation the thread stays awake: waking it costs the caller several microseconds.
+AWAKE_SECONDS = 0.02
+# A step that has moved is likely to move again at once.
+MOVING_LOOKS = 8
+
+
+class Progress:
+    """Drives an Engine while asynchronous operations are pending.
+
+    Attributes:
+        waiting: threads that wait for an operation, and so drive.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.waiting: set[int] = set()
+        self._engine = engine
+        self._first = Driver(engine, self.waiting)
+        self._active = self._first
+
+    def posted(self) -> None:
+        """An operation was posted that nobody waits for yet."""
+        if len(self._engine.active) <= 1:
+            Driver.since = monotonic()
+        driver = self._active
+        if not driver.is_awake:
+            driver.wake()
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Run a call on the thread: its caller holds what the call might wait for."""
+        driver = self._active
+        driver.calls.append(call)
+        driver.wake()
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the thread may be driving now."""
+        return self._active.is_awake
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Callbacks run in here, which may wait for whatever they like: somebody else drives meanwhile."""
+        thread = threading.get_ident()
+        was_waiting = thread in self.waiting
+        self.waiting.discard(thread)
+        driver = self._current()
+        if driver is None or driver.is_lent:  # one of ours, and not in a callback already
+            driver = None
+        else:
+            driver.is_lent = True
+            self._active = driver.next_one()
+            self._active.wake()
+        try:
+            yield
+        finally:
+            if driver is not None:
+                driver.is_lent = False
+                driver.next_one().rest()
+                self._active = driver
+            if was_waiting:
+                self.waiting.add(thread)
+
+    def _current(self) -> Driver | None:
+        """The driver whose thread this is; None where it is none of ours."""
+        driver: Driver | None = self._first
+        current = threading.current_thread()
+        while driver is not None and driver.thread is not current:
+            driver = driver.relief
+        return driver
+
+    def stop(self) -> None:
+        """End the threads; operations go on when somebody waits."""
+        driver: Driver | None = self._first
+        while driver is not None:
+            driver.stop()
+            driver = driver.relief
+
+
+class Driver:
+    """One thread that drives.
+
+    Attributes:
+        is_awake: it looks by itself; else it must be woken.
+        is_lent: it runs callbacks, and its relief drives.
+        relief: the thread that drives in its place while it runs callbacks.
+        since: when the first of the pending asynchronous operations was posted; one for all threads.
+    """
+
+    since = 0.0
+
+    def __init__(self, engine: Engine, waiting: set[int]) -> None:
+        self.is_awake = self.is_lent = False
+        self.thread: threading.Thread | None = None
+        self.relief: Driver | None = None
+        self.calls: deque[Callable[[], object]] = deque()
+        self._engine = engine
+        self._waiting = waiting
+        self._work = threading.Event()
+        self._starting = threading.Lock()
+        self._ending = False
+
+    def next_one(self) -> Driver:
+        """The thread that relieves this one."""
+        if self.relief is None:
+            self.relief = Driver(self._engine, self._waiting)
+        return self.relief
+
+    def wake(self) -> None:
+        """Look from now on."""
+        self.is_awake = True
+        self._work.set()
+        if self.thread is None:
+            with self._starting:
+                if self.thread is None and not self._ending:
+                    self.thread = threading.Thread(target=self._run, name="mpdist-torch", daemon=True)
+                    self.thread.start()
+
+    def rest(self) -> None:
+        """The thread that was relieved is back."""
+        self.is_awake = False
+
+    def stop(self) -> None:
+        self._ending = True
+        self._work.set()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._work.wait()
+            self._work.clear()
+            self._drive()
+
+    def _drive(self) -> None:
+        engine = self._engine
+        last = monotonic()
+        while self.is_awake and not self._ending:
+            while self.calls:
+                self.calls.popleft()()
+            if self._waiting:
+                last = monotonic()
+                time.sleep(LONG_NAP_SECONDS)
+            elif engine.is_idle():
+                if monotonic() - last > AWAKE_SECONDS:
+                    self.is_awake = False
+                    if engine.is_idle() and not self.calls:
+                        return
+                    self.is_awake = True  # posted between the look and the end
+                time.sleep(LONG_NAP_SECONDS)
+            elif monotonic() < Driver.since + PATIENCE_SECONDS:
+                last = monotonic()
+                time.sleep(PATIENCE_SECONDS)
+            else:
+                for _ in range(MOVING_LOOKS):
+                    if not engine.drive():
+                        break
+                    last = monotonic()
+                time.sleep(max(NAP_SECONDS, engine.backoff.delay(monotonic() - last)))

@@ -1,0 +1,78 @@
+"""Rendezvous: how the ranks of a job find each other. MPI knows already.
+
+* mpi:// has rank and size from MPI, and the store over MPI.
+* env:// is the same for "mpdist", checked against RANK and WORLD_SIZE where they are set; for other backends it is
+  torch's own, with the variables that an MPI launcher does not set filled in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import mpdist
+from mpdist.torch.environment import VARIABLES, setup_env
+from mpdist.torch.errors import WrongCall
+from mpdist.torch.registration import NAME
+from mpdist.torch.store import DEFAULT_TIMEOUT, MpiStore
+from mpdist.transport.facts import launched_as
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Found = Iterator[tuple["Store", int, int]]
+
+_meetings = itertools.count()
+"""Each meeting has keys of its own: those of an earlier one are still there."""
+
+# init_process_group, rendezvous, _rendezvous_helper, and the handlers.
+_CALLERS = 8
+
+
+def over_mpi(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Found:
+    """init_method="mpi://"."""
+    world = mpdist.init()
+    query = {name: int(values[0]) for name, values in parse_qs(urlsplit(url).query).items()}
+    _check(world.rank, world.size, query.get("rank", -1), query.get("world_size", -1), "init_process_group was given")
+    yield MpiStore(f"meeting{next(_meetings)}", timeout), world.rank, world.size
+
+
+def by_environment(url: str, stock: Callable[..., Found], **options: Any) -> Found:
+    """init_method="env://", which is torch's default."""
+    if _backend_of_caller() == NAME:
+        setup_env()
+        world = mpdist.init()
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _check(world.rank, world.size, rank, size, "RANK and WORLD_SIZE in the environment say")
+        yield from over_mpi(url, **options)
+        return
+    if launched_as(os.environ) is not None and not all(name in os.environ for name in VARIABLES):
+        setup_env()
+    yield from stock(url, **options)
+
+
+def _check(rank: int, size: int, given_rank: int, given_size: int, who: str) -> None:
+    if given_rank not in (-1, rank) or given_size not in (-1, size):
+        raise WrongCall(
+            f"{who} rank {given_rank} of {given_size}, but MPI has started this process as rank {rank} of {size}: both "
+            "must agree. Start the script by `mpirun -n N` or `mpdist run -n N`, and leave rank, world_size, RANK and "
+            "WORLD_SIZE to it"
+        )
+
+
+def _backend_of_caller() -> str:
+    """The backend that init_process_group was called with, which torch does not tell its handlers."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+        if frame.f_code.co_name == "init_process_group":
+            names = str(frame.f_locals.get("backend", "")).lower()
+            return NAME if NAME in names else names
+    return ""

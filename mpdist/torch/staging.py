@@ -1,0 +1,132 @@
+"""Staging: memory that MPI can use for a tensor that has none of its own shape.
+
+A contiguous tensor of a known type is used where it is. Anything else (strided, lazily conjugated, of an 8-bit
+floating point type) is copied before, or written back afterwards. A list of tensors that lie one behind the other,
+as `chunk` and `split` make them, is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Finish = Callable[[], object]
+
+_PLAIN_TYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        *(getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)),
+    }
+)
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether elements of this type are communicated as such; others travel as bytes."""
+    return dtype in _PLAIN_TYPES
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory can be used as it is."""
+    return (
+        tensor.dtype in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A tensor with the same elements that MPI can read."""
+    if is_plain(tensor):
+        return tensor
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def writable(tensor: Tensor, *, keeps: bool = False) -> tuple[Tensor, Finish | None]:
+    """A tensor that MPI can write, and what brings its elements to where they belong.
+
+    Args:
+        keeps: the elements are needed: it is read, too.
+    """
+    if is_plain(tensor):
+        return tensor, None
+    whole = tensor.detach()
+    if whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
+        return as_bytes(whole), None
+    if keeps:
+        room = whole.resolve_conj().resolve_neg().contiguous()
+    else:
+        room = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+    return as_bytes(room), lambda: write(tensor, room)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor; of bytes if MPI does not know its type. Only for what moves elements."""
+    return tensor if tensor.dtype in _PLAIN_TYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def write(target: Tensor, source: Tensor) -> None:
+    """Copy elements to where they belong, unseen by autograd."""
+    if target.is_inference():
+        with torch.inference_mode():
+            target.copy_(source)
+        return
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that fill contiguous memory in this order, as one flat tensor; None if they do not."""
+    first = tensors[0]
+    if first.requires_grad or not all(is_plain(tensor) for tensor in tensors):
+        return None
+    storage = first.untyped_storage().data_ptr()
+    place = first.data_ptr()
+    for tensor in tensors:
+        if tensor.dtype is not first.dtype or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        if tensor.numel() and tensor.data_ptr() != place:
+            return None
+        place += tensor.nbytes
+    count = sum(tensor.numel() for tensor in tensors)
+    return first.detach().as_strided((count,), (1,), first.storage_offset())
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all, one behind the other, to be read."""
+    whole = one_behind_the_other(tensors)
+    if whole is not None:
+        return whole
+    return torch.cat([readable(tensor).detach().reshape(-1) for tensor in tensors])
+
+
+def room_for(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
+    """One flat tensor to be written, and what hands its elements out to these tensors."""
+    whole = one_behind_the_other(tensors)
+    if whole is not None:
+        return whole, None
+    first = tensors[0]
+    dtype = first.dtype if first.dtype in _PLAIN_TYPES else torch.uint8
+    scale = first.element_size() if dtype is not first.dtype else 1
+    counts = [tensor.numel() * scale for tensor in tensors]
+    flat = torch.empty(sum(counts), dtype=dtype, device=first.device)
+
+    def hand_out() -> None:
+        for tensor, part in zip(tensors, torch.split(flat, counts), strict=True):
+            write(tensor, part.view(tensor.dtype).view(tensor.shape))
+
+    return flat, hand_out

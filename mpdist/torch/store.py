@@ -1,0 +1,157 @@
+"""Store: torch's key-value store, over MPI and without a listening port.
+
+What init_process_group, new_group, gloo groups beside ours, and checkpoints agree by. A subclass of torch's Store:
+C++ calls it through the names that torch's own have there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+import mpdist
+from mpdist.runtime import job
+from mpdist.torch.store_service import StoreService
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+_StoreError: type[Exception] = getattr(dist, "DistStoreError", RuntimeError)
+
+_service: StoreService | None = None
+_alive: list[MpiStore] = []
+"""All of them: C++ may hold a store whose Python half nobody else holds."""
+
+
+class MpiStore(Store):
+    """A key-value store of all ranks of the world.
+
+    Attributes:
+        namespace: stores of the same one share their keys.
+    """
+
+    def __init__(self, namespace: str = "", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        """Open the store; starts mpdist if it is not started, which is collective."""
+        super().__init__()
+        self.namespace = namespace
+        self._timeout = timeout
+        self._service = _the_service()
+        _alive.append(self)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask("set", self._key(key), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, when it has been set."""
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, which begins at 0; returns the sum."""
+        return int(self._ask("add", self._key(key), int(value)))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set the key if it holds what is expected (nothing, for an empty value); returns what it holds then."""
+        reply: bytes = self._ask("compare_set", self._key(key), _bytes(expected_value), _bytes(desired_value))
+        return reply
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have been set."""
+        return bool(self._ask("check", [self._key(key) for key in keys]))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys have been set.
+
+        Raises:
+            DistStoreError: not within the timeout.
+        """
+        self._wait_for("wait", keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return bool(self._ask("delete", self._key(key)))
+
+    def num_keys(self) -> int:
+        """How many keys have been set."""
+        return len(self.list_keys())
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a value."""
+        self._ask("append", self._key(key), _bytes(value))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of several keys, when all have been set."""
+        values: list[bytes] = self._wait_for("get", keys, None)
+        return values
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        self._ask("multi_set", [self._key(key) for key in keys], [_bytes(value) for value in values])
+
+    def list_keys(self) -> list[str]:
+        """All keys that have been set."""
+        start = self._key("")
+        return [key.removeprefix(start) for key in self._ask("keys", start)]
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> MpiStore:
+        """Another one on the same keys."""
+        return MpiStore(self.namespace, self._timeout)
+
+    # As C++ calls them.
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `get` and `wait` wait."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    # ------------------------------------------------------------------
+
+    def _key(self, key: str) -> str:
+        return f"{self.namespace}/{key}"
+
+    def _ask(self, op: str, *arguments: Any) -> Any:
+        try:
+            return self._service.ask(op, arguments, self._timeout.total_seconds())
+        except TimeoutError:
+            raise _StoreError(
+                f"mpdist store: rank 0 has not answered '{op}' within {self._timeout}: is its process stopped?"
+            ) from None
+
+    def _wait_for(self, op: str, keys: list[str], timeout: timedelta | None) -> Any:
+        limit = self._timeout if timeout is None else timeout
+        try:
+            return self._service.ask(op, [[self._key(key) for key in keys]], limit.total_seconds())
+        except TimeoutError:
+            milliseconds = int(limit.total_seconds() * 1000)
+            raise _StoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}") from None
+
+    def __repr__(self) -> str:
+        return f"<MpiStore {self.namespace!r}>"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _the_service() -> StoreService:
+    global _service
+    if _service is None:
+        world = mpdist.init()
+        assert job._job is not None
+        _service = StoreService(job._job.control, world.rank, world.size)
+    return _service

@@ -1,0 +1,145 @@
+"""SyncBatchNorm for CPU: batch normalisation over the batches of all ranks.
+
+torch's own needs a GPU, and DDP refuses its class and what derives from it on a CPU. This one normalises by count,
+sum and sum of squares of all ranks; batches may differ in size, and may be empty on some ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation of (N, C, ...) over all ranks of a group in training, with the running statistics else."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Arguments as of torch.nn.SyncBatchNorm; without a group the default group when it runs."""
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """As the function below."""
+        return convert_sync_batchnorm(module, process_group)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; collective over the group in training."""
+        self._check_input_dim(input)
+        is_global = self.training or self.running_mean is None or self.running_var is None
+        size = dist.get_world_size(self.process_group) if is_global and dist.is_initialized() else 1
+        if size == 1:
+            if self.training and input.numel() == 0:
+                raise ValueError("expected more than 1 value per channel when training, got an empty batch")
+            return super().forward(input)
+        channels = [1, -1, *[1] * (input.dim() - 2)]
+        normalised: Tensor
+        normalised, mean, variance, count = _normalise(input, self.eps, self.process_group, channels)
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, count)
+        if self.affine:
+            normalised = normalised * self.weight.view(channels) + self.bias.view(channels)
+        return normalised
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Follow the statistics of all ranks; the variance without bias, as torch does it."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) with the mean and variance of all ranks, and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup | None, channels: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        axes = [0, *range(2, x.dim())]
+        wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        total = wide.sum(axes)
+        count = torch.full_like(total[:1], x.numel() // x.shape[1] if x.shape[1] else 0)
+        # The mean first: a variance from the sum of squares would lose what a large mean hides.
+        sums = torch.cat([total, count])
+        dist.all_reduce(sums, group=group)
+        count = sums[-1:]
+        if count.item() < 2:
+            raise ValueError(f"expected more than 1 value per channel when training, got {int(count.item())} in all")
+        mean = sums[:-1] / count
+        centred = wide - mean.view(channels)
+        squares = (centred * centred).sum(axes)
+        dist.all_reduce(squares, group=group)
+        variance = squares / count
+        scale = torch.rsqrt(variance + eps)
+        normalised = centred * scale.view(channels)
+        ctx.save_for_backward(normalised, scale, count)
+        ctx.group, ctx.channels, ctx.axes = group, channels, axes
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalised.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        normalised, scale, count = ctx.saved_tensors
+        gradient = gradients[0].to(normalised.dtype)
+        along = (gradient * normalised).sum(ctx.axes)
+        sums = torch.stack([gradient.sum(ctx.axes), along])
+        dist.all_reduce(sums, group=ctx.group)
+        plain, along = (sums / count).unbind(0)
+        result = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
+            ctx.channels
+        )
+        return result.to(gradients[0].dtype), None, None, None
+
+
+_normalise: Any = _Normalise.apply
+
+
+def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+    """Replace all batch normalisations in a module, torch's SyncBatchNorm among them; parameters are shared.
+
+    Args:
+        process_group: over which to normalise; None for the default group.
+
+    Returns:
+        The module, or what replaces it.
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        return _converted(module, process_group)
+    for name, child in module.named_children():
+        module.add_module(name, convert_sync_batchnorm(child, process_group))
+    return module
+
+
+def _converted(old: _BatchNorm, process_group: Any) -> SyncBatchNorm:
+    new = SyncBatchNorm(
+        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_group, device="meta"
+    )
+    for name in ("weight", "bias"):
+        setattr(new, name, getattr(old, name))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        new._buffers[name] = getattr(old, name)
+    new.training = old.training
+    return new

@@ -1,0 +1,315 @@
+"""Work: a posted operation as torch knows it.
+
+torch's Python code calls all of its methods; from C++ only `wait` and `get_future` arrive. A result that has to be
+brought to where it belongs (a strided tensor, a list) is brought there once, by whoever finds the operation done
+first. The Future, which is costly, is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work as TorchWork
+
+from mpdist.progress.callback import when_done
+from mpdist.torch.compiling import leave_alone
+from mpdist.torch.errors import late, translated
+from mpdist.torch.options import NO_TIMEOUT
+
+if TYPE_CHECKING:
+    from mpdist.progress.work import Work as OwnWork
+    from mpdist.torch.profiling import Event
+    from mpdist.torch.progress import Progress
+
+# A point-to-point operation has no limit of its own at first: it gets one when somebody has waited this long.
+UNWATCHED_SECONDS = 0.2
+
+# A wait at the end of a backward goes on as long as anything moves within this time.
+STANDSTILL_SECONDS = 0.05
+
+_making = threading.Lock()
+
+
+class Waiter:
+    """How the works of a group wait.
+
+    Attributes:
+        seconds: the group's timeout; 0 for ever.
+    """
+
+    def __init__(self, progress: Progress, engine: Any, seconds: float) -> None:
+        self.progress = progress
+        self.engine = engine
+        self.seconds = seconds
+        self._in_backward: list[OwnWork[Any]] = []
+
+    def wait(self, posted: OwnWork[Any], seconds: float | None = None) -> bool:
+        """Drive until it is done; False if so many seconds have passed."""
+        waiting = self.progress.waiting
+        thread = threading.get_ident()
+        waiting.add(thread)
+        try:
+            if posted.sequence or posted.limit is not None:  # a collective: the group's timeout limits it
+                return bool(self.engine.wait(posted, seconds))
+            return self._wait_for_message(posted, seconds)
+        finally:
+            waiting.discard(thread)
+
+    def complete_with_backward(self, posted: OwnWork[Any]) -> None:
+        """Where a backward runs in this thread, drive at its end: DDP waits there, in C++, where nobody could."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        if not self._in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._in_backward.append(posted)
+
+    def _end_backward(self) -> None:
+        works, self._in_backward = self._in_backward, []
+        for work in works:
+            moves = -1
+            # Another rank may need what this one does after its backward: without progress the wait ends.
+            while not work._done and moves != self.engine.moves:
+                moves = self.engine.moves
+                self.wait(work, STANDSTILL_SECONDS)
+
+    def _wait_for_message(self, posted: OwnWork[Any], seconds: float | None) -> bool:
+        unwatched = UNWATCHED_SECONDS if self.seconds == 0 else min(UNWATCHED_SECONDS, self.seconds / 2)
+        if seconds is not None and seconds <= unwatched:
+            return bool(self.engine.wait(posted, seconds))
+        start = monotonic()
+        if self.engine.wait(posted, unwatched):
+            return True
+        if self.seconds and posted.limit is None:
+            posted.since, posted.limit = start, self.seconds
+            self.engine.limit(posted)
+        return bool(self.engine.wait(posted, None if seconds is None else seconds - unwatched))
+
+
+class Work(TorchWork):
+    """A posted operation."""
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        posted: OwnWork[Any],
+        outputs: Sequence[Tensor],
+        finish: Callable[[], object] | None = None,
+        event: Event | None = None,
+    ) -> None:
+        """Hold a posted operation.
+
+        Args:
+            outputs: what `result()` and the Future give.
+            finish: brings the results to where they belong.
+            event: of a profiler, which ends with the operation.
+        """
+        super().__init__()
+        self._waiter = waiter
+        self._posted = posted
+        self._outputs = outputs
+        self._finish = finish
+        self._event = event
+        self._future: torch.futures.Future[Any] | None = None
+        if finish is not None:
+            self._finishing = threading.Lock()
+            when_done(posted, lambda _: self._finish_once())
+        if event is not None:
+            when_done(posted, lambda _: event.end())
+
+    # ------------------------------------------------------------------ waiting
+
+    @leave_alone
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait; raises what went wrong. A timeout ends only this wait, but withdraws a receive."""
+        posted = self._posted
+        if not posted._done:
+            seconds = timeout.total_seconds() if timeout > NO_TIMEOUT else None
+            if not self._waiter.wait(posted, seconds):
+                posted.cancel()
+                raise late(posted, f"waiting {timeout.total_seconds() * 1000:g}ms for {posted.describe()}")
+        if self._event is not None:
+            self._event.end()
+        if posted._error is not None:
+            raise translated(posted._seen_error())
+        if self._finish is not None:
+            self._finish_once()
+        return True
+
+    def __await__(self) -> Generator[Any, None, list[Tensor]]:
+        try:
+            yield from self._posted.__await__()
+        except Exception as error:
+            raise translated(error) from error.__cause__
+        self._finish_once()
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        """The same as wait: there is no stream on a CPU."""
+        self.wait()
+
+    def _finish_once(self) -> None:
+        if self._finish is None:
+            return
+        with self._finishing:
+            finish = self._finish
+            if finish is not None and self._posted._error is None:
+                finish()
+            self._finish = None
+
+    # ------------------------------------------------------------------ asking
+
+    def is_completed(self) -> bool:
+        """Whether it is done; looks once."""
+        if not self._posted._done:
+            self._waiter.engine.drive()
+        if self._posted._done:
+            self._finish_once()
+            return True
+        return False
+
+    def is_success(self) -> bool:
+        """Whether it is done and well."""
+        return self.is_completed() and self._posted._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong; None if nothing has."""
+        error = self._posted._error if self._posted._done else None
+        return None if error is None else translated(self._posted._seen_error())
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result."""
+        self.wait()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Which rank of the group a received message came from."""
+        return int(self._posted.result().src)
+
+    _source_rank = source_rank
+
+    # ------------------------------------------------------------------ futures
+
+    @leave_alone
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A Future of the result; its callbacks run on the thread that finds the operation done."""
+        if self._future is None:
+            with _making:
+                if self._future is None:
+                    self._future = Future(self)
+                    when_done(self._posted, self._resolve)
+                    if not self._posted._done:
+                        self._waiter.progress.posted()
+                        self._waiter.complete_with_backward(self._posted)
+        return self._future
+
+    def _resolve(self, posted: OwnWork[Any]) -> None:
+        future = self._future
+        assert future is not None
+        if posted._error is not None:
+            # The thread that tells of a timeout must not wait for what a callback may wait for.
+            error = translated(posted._seen_error())
+            self._waiter.progress.later(lambda: future.set_exception(error))
+            return
+        self._finish_once()
+        with self._waiter.progress.lent():
+            future.set_result(list(self._outputs))
+
+
+class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
+    """A Future whose `wait` drives: it may be called in a callback, on the thread that would drive otherwise."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        """The result, or what went wrong."""
+        posted = self._work._posted
+        if not posted._done:
+            self._work._waiter.wait(posted)
+        return super().wait()
+
+
+class Done(TorchWork):
+    """An operation that was complete when its call returned; all share one."""
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return []
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class Complete(Done):
+    """An operation that had nothing to wait for, with its result."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def __await__(self) -> Generator[Any, None, list[Tensor]]:
+        return self._outputs
+        yield
+
+
+class Several(TorchWork):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[TorchWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda done: [tensor for each in done.value() for tensor in each.value()])
+
+
+DONE = Done()

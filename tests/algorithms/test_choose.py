@@ -1,0 +1,161 @@
+"""Choose: which algorithm a collective takes, by the tables; pure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpdist.algorithms.choose import (
+    HIERARCHICAL_FROM,
+    OPERATIONS,
+    SHARED_FROM,
+    Algorithm,
+    Layout,
+    Thresholds,
+    choose,
+    default_path,
+    read_thresholds,
+    starts,
+)
+from mpdist.errors import UsageError
+
+NODE = Layout(4, 1, True)
+NODES = Layout(4, 2, True)
+UNEVEN = Layout.of([0, 0, 0, 3], True)
+SPREAD = Layout(4, 4, True)
+APART = Layout(4, 1, False)
+SINGLE = Layout(1, 1, True)
+
+TABLE = Thresholds({"all_reduce": 1000, "barrier": 0}, {"all_reduce": 5000})
+
+
+def test_a_layout_counts_ranks_and_nodes() -> None:
+    assert Layout.of([0, 0, 2, 2], True) == NODES
+    assert Layout.of([7], False) == Layout(1, 1, False)
+    assert Layout(4, 2, True) == UNEVEN
+
+
+@pytest.mark.parametrize(
+    ("layout", "nbytes", "algorithm"),
+    [
+        (NODE, 999, Algorithm.NATIVE),
+        (NODE, 1000, Algorithm.SHARED),
+        (NODES, 4999, Algorithm.NATIVE),
+        (NODES, 5000, Algorithm.HIERARCHICAL),
+        (UNEVEN, 5000, Algorithm.HIERARCHICAL),
+        (SPREAD, 10**9, Algorithm.NATIVE),
+        (APART, 10**9, Algorithm.NATIVE),
+        (SINGLE, 10**9, Algorithm.NATIVE),
+    ],
+)
+def test_size_and_layout_choose(layout: Layout, nbytes: int, algorithm: Algorithm) -> None:
+    assert choose("all_reduce", nbytes, layout, TABLE) is algorithm
+
+
+def test_operations_without_a_threshold_take_mpis_call() -> None:
+    assert starts("broadcast", NODE, TABLE) is None
+    assert starts("scan", NODE, TABLE) is None
+    assert starts("barrier", NODE, TABLE) == (0, Algorithm.SHARED)
+    assert starts("barrier", NODES, TABLE) is None
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("forced", [Algorithm.SHARED, Algorithm.HIERARCHICAL])
+def test_forced_means_from_the_first_byte_wherever_it_can_be(op: str, forced: Algorithm) -> None:
+    thresholds = Thresholds(TABLE.shared, TABLE.hierarchical, forced)
+    assert starts(op, NODE, thresholds) == (0, Algorithm.SHARED)
+    between = (0, Algorithm.HIERARCHICAL) if op in HIERARCHICAL_FROM else None
+    assert starts(op, NODES, thresholds) == between
+    for layout in (SPREAD, APART, SINGLE):
+        assert starts(op, layout, thresholds) is None
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_native_can_be_forced_everywhere(op: str) -> None:
+    for layout in (NODE, NODES, UNEVEN):
+        assert choose(op, 10**9, layout, Thresholds(TABLE.shared, TABLE.hierarchical, Algorithm.NATIVE)) is (
+            Algorithm.NATIVE
+        )
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def write(path: Path, *tables: dict[str, Any]) -> str:
+    path.write_text(json.dumps({"version": 1, "tables": list(tables)}))
+    return str(path)
+
+
+def table(mpi: str, ranks: int, cores: int, **thresholds: dict[str, int]) -> dict[str, Any]:
+    return {"mpi": mpi, "ranks": ranks, "cores": cores, "thresholds": thresholds}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_without_a_file_the_built_in_table_holds(mpi: str) -> None:
+    found = read_thresholds("auto", "", mpi, 2, 2)
+    assert found == Thresholds(SHARED_FROM[mpi], HIERARCHICAL_FROM)
+    assert set(found.shared) == set(OPERATIONS)
+
+
+def test_an_unknown_mpi_gets_a_table_too() -> None:
+    assert read_thresholds("auto", "", "intel", 2, 2).shared == SHARED_FROM["mpich"]
+
+
+@pytest.mark.parametrize(
+    ("name", "forced"), [("auto", None), *((each.value, each) for each in Algorithm)], ids=lambda value: str(value)
+)
+def test_an_algorithm_is_forced_by_its_name(name: str, forced: Algorithm | None) -> None:
+    assert read_thresholds(name, "", "mpich", 2, 2).forced is forced
+
+
+def test_a_measured_table_replaces_what_it_has(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        table("openmpi", 2, 2, all_reduce={"shared_from": 1}),
+        table("mpich", 4, 2, all_reduce={"shared_from": 2}),
+        table("mpich", 2, 2, all_reduce={"shared_from": 77, "hierarchical_from": 88}, gather={"shared_from": 2**62}),
+    )
+    found = read_thresholds("auto", path, "mpich", 2, 2)
+    assert found.shared == SHARED_FROM["mpich"] | {"all_reduce": 77, "gather": 2**62}
+    assert found.hierarchical == HIERARCHICAL_FROM | {"all_reduce": 88}
+    assert choose("gather", 2**50, NODE, found) is Algorithm.NATIVE
+
+
+def test_a_table_of_another_machine_does_not_count(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", table("mpich", 2, 64, all_reduce={"shared_from": 1}))
+    assert read_thresholds("auto", path, "mpich", 2, 2).shared == SHARED_FROM["mpich"]
+
+
+def test_the_users_own_file_is_read_where_none_is_named() -> None:
+    path = default_path()
+    path.parent.mkdir(parents=True)
+    write(path, table("mpich", 2, 2, reduce={"shared_from": 5}))
+    assert read_thresholds("auto", "", "mpich", 2, 2).shared["reduce"] == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json", "[]", "{}", '{"tables": 3}', '{"tables": [{}]}', '{"tables": [3]}',
+     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": {"shared_from": "many"}}}]}',
+     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": [1]}]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_broken_file_is_refused_with_its_path(tmp_path: Path, text: str, is_named: bool) -> None:
+    path = tmp_path / "broken.json" if is_named else default_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(UsageError, match=f"{path} cannot be read .*mpdist bench --tune"):
+        read_thresholds("auto", str(path) if is_named else "", "mpich", 2, 2)
+
+
+def test_a_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone\.json cannot be read \(FileNotFoundError"):
+        read_thresholds("auto", str(tmp_path / "gone.json"), "mpich", 2, 2)

@@ -1,0 +1,160 @@
+"""Rounds, checks, and what is made of the times."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, line_of, read, with_tuned
+from mpdist.bench.contenders import Bound, as_run
+from mpdist.bench.machine import core_for
+from mpdist.bench.operations import given
+from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points
+from mpdist.bench.plot import plot as draw
+from mpdist.bench.rounds import MAX_REPETITIONS, MAX_ROUNDS, MIN_ROUNDS, WARM_UPS, WrongResult, check, measure, plan
+from mpdist.bench.table import show
+from mpdist.errors import UsageError
+
+MACHINE = {
+    "mpi": "MPICH", "mpi_version": "5", "versions": {"mpdist": "0"}, "processor": "one", "usable_cores": 2,
+    "local_ranks": 2, "date": "2026-01-01T00:00+00:00", "pinned_to": [0, None],
+}  # fmt: skip
+
+
+class Alone:
+    """The agreement of a single rank."""
+
+    def fence(self) -> None: ...
+
+    def from_first(self, item):
+        return item
+
+    def of_all(self, item):
+        return [item]
+
+    def slowest(self, seconds):
+        return seconds
+
+
+def case(op: str, nbytes: int, **medians: float) -> Case:
+    names = {"ours": OURS, "resident": RESIDENT, "now": RAW_NOW, "later": RAW_LATER, "gloo": GLOO}
+    lines = {names[name]: line_of(op, nbytes, 2, [median] * 3, 5) for name, median in medians.items()}
+    return Case(op, nbytes, 2, 1, lines, MACHINE)
+
+
+CASES = [
+    *(case("all_reduce", n, ours=2e-6, resident=1e-6, now=4e-6, later=3e-6, gloo=1e-3) for n in (8, 64, 1024)),
+    case("barrier", 0, ours=2e-6, now=1e-6),
+]
+
+
+def test_line_has_median_percentile_and_both_bandwidths() -> None:
+    line = line_of("all_reduce", 3000, 4, [*[1e-6] * 19, 3e-6], 7)
+    assert line.median == 1e-6
+    assert 1e-6 < line.p95 < 3e-6
+    assert line.algorithm_bandwidth == pytest.approx(3e9)
+    assert line.bus_bandwidth == pytest.approx(4.5e9)
+    assert (line.rounds, line.repetitions) == (20, 7)
+
+
+def test_ping_pong_counts_one_way() -> None:
+    assert line_of("ping_pong", 8, 2, [4e-6], 1).median == 2e-6
+
+
+def test_plan_fills_the_time_within_its_limits() -> None:
+    short = plan({"a": 1e-7, "b": 1e-3}, 1.0)
+    assert short.repetitions == {"a": MAX_REPETITIONS, "b": 2}
+    assert short.rounds == MAX_ROUNDS
+    long = plan({"a": 0.5, "b": 1.0}, 1.0)
+    assert (long.repetitions, long.rounds) == ({"a": 1, "b": 1}, MIN_ROUNDS)
+
+
+async def test_contenders_alternate_after_warming_up() -> None:
+    calls: list[tuple[str, int]] = []
+    bounds = {name: Bound(as_run(lambda n, name=name: calls.append((name, n))), None, None) for name in "ab"}
+    chosen, seconds = await measure(bounds, Alone(), 0.01)
+    assert ("a", WARM_UPS) in calls
+    assert ("b", WARM_UPS) in calls
+    assert all(len(kept) == chosen.rounds for kept in seconds.values())
+    rounds = [name for name, _ in calls][-2 * chosen.rounds :]
+    assert all(set(rounds[i : i + 2]) == {"a", "b"} for i in range(0, len(rounds), 2))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_single_wrong_element_is_found(is_wrong: bool) -> None:
+    x, out = np.ones(20, np.float32), np.ones(20, np.float32)
+
+    def copy(count: int) -> None:
+        out[:19] = x[:19]
+        if not is_wrong:
+            out[19] = x[19]
+
+    bound = Bound(as_run(copy), x, out)
+    if is_wrong:
+        with pytest.raises(WrongResult, match=r"copy by me gave a wrong result on ranks \[0\]"):
+            await check("copy by me", bound, Alone(), 0, given(0, 20))
+    else:
+        await check("copy by me", bound, Alone(), 0, given(0, 20))
+    assert not x.any()
+    assert not out.any()
+
+
+def test_json_lines_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    append(path, CASES[:1])
+    append(path, CASES[1:])
+    assert read(path) == CASES
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["lines"][OURS]["median"] == 2e-6
+    assert first["machine"]["mpi"] == "MPICH"
+
+
+@pytest.mark.parametrize("text", ["{}", "x", '{"lines": {"a": 1}}', "[]"])
+def test_foreign_line_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text(text + "\n")
+    with pytest.raises(UsageError, match="not a line of"):
+        read(tmp_path / "x")
+
+
+def test_tuned_lines_join_and_may_be_the_best() -> None:
+    tuned = case("all_reduce", 8, ours=9e-6, now=1e-6)
+    joined = with_tuned(CASES, [tuned])
+    assert joined[0].lines[OURS].median == 2e-6
+    assert joined[0].best_raw() == "tuned raw blocking"
+    assert joined[1] == CASES[1]
+
+
+def test_table_shows_times_and_ratios() -> None:
+    stream = io.StringIO()
+    show(CASES, stream)
+    row = next(line for line in stream.getvalue().splitlines() if "all_reduce" in line)
+    cells = " ".join(row.split()[1:])
+    assert cells == "8 B 2 us 2 us 1 us 3 us 1 ms 0.667 0.333 0.002 0.004 0.004 0.003"
+
+
+def test_plot_is_a_picture_of_every_contender(tmp_path: Path) -> None:
+    draw(CASES, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert [line.median for _, line in points(CASES[:3], BEST_RAW)] == [3e-6] * 3
+    assert "2 us" in barrier_text(CASES)
+
+
+@pytest.mark.parametrize("ops", [1, 2, 3, 4, 9])
+def test_every_operation_has_its_own_place(ops: int) -> None:
+    rows, columns, places = places_of(ops)
+    taken = {place for pair in places for place in pair}
+    assert len(taken) == 2 * ops
+    assert all(row < rows and column < columns for row, column in taken)
+
+
+def test_barrier_alone_is_no_plot(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no size"):
+        draw(CASES[-1:], tmp_path / "x.png")
+
+
+def test_ranks_take_the_cores_in_turn() -> None:
+    assert [core_for(rank, [2, 5]) for rank in range(4)] == [2, 5, 2, 5]

@@ -1,0 +1,82 @@
+"""Thresholds from times, and the file that `choose` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpdist.algorithms.choose import Algorithm, Layout, choose, read_thresholds
+from mpdist.bench.case import OURS, Case, Line
+from mpdist.bench.tuning import ANCHOR, NEVER, cut, load, replaced, save, thresholds, tuning_path
+from mpdist.errors import UsageError
+
+
+def case(op: str, nbytes: int, ours: float, anchor: float) -> Case:
+    def line(seconds: float) -> Line:
+        return Line(seconds, seconds, 0, 0, 7, 1)
+
+    return Case(op, nbytes, 2, 1, {OURS: line(ours), ANCHOR: line(anchor)}, {})
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([2, 2, 0.5, 0.5], 64),
+        ([0.9, 0.5, 0.5, 0.5], 0),
+        ([2, 2, 2, 1.1], NEVER),
+        ([1, 1, 1, 1], NEVER),
+        ([2, 0.9, 2, 0.1], 256),  # one lucky size must not decide
+        ([2, 0.5, 1.2, 0.5], 16),  # nor one unlucky
+    ],
+)
+def test_cut_is_where_all_times_together_are_smallest(ratios: list[float], expected: int) -> None:
+    assert cut([8, 16, 64, 256], ratios) == expected
+
+
+def test_jobs_are_compared_through_the_anchor() -> None:
+    native = [case("all_reduce", 8, 4, 2), case("all_reduce", 64, 8, 4)]
+    # the machine is three times slower in this job, but the algorithm twice as fast at 64 bytes
+    shared = [case("all_reduce", 64, 12, 12), case("all_reduce", 8, 24, 6), case("all_gather", 8, 1, 1)]
+    assert thresholds(native, {"shared": shared}) == {"all_reduce": {"shared_from": 64}}
+
+
+def test_threshold_counts_one_ranks_input() -> None:
+    native = [case("all_gather", 8, 1, 1), case("all_gather", 64, 1, 1)]
+    shared = [case("all_gather", 8, 2, 1), case("all_gather", 64, 0.5, 1)]
+    assert thresholds(native, {"shared": shared}) == {"all_gather": {"shared_from": 32}}
+
+
+def test_new_table_takes_the_place_of_its_kind_and_keeps_other_operations() -> None:
+    old = {"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"barrier": {"shared_from": 0}, "reduce": {}}}
+    other = {**old, "ranks": 4}
+    new = {**old, "thresholds": {"reduce": {"shared_from": 8}}}
+    merged = {**old, "thresholds": {"barrier": {"shared_from": 0}, "reduce": {"shared_from": 8}}}
+    assert replaced([old, other], new) == [other, merged]
+    assert replaced([], new) == [new]
+
+
+def test_choose_follows_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tuning.json"
+    found = {"all_reduce": {"shared_from": 512}, "broadcast": {"shared_from": NEVER}, "barrier": {"shared_from": 0}}
+    save(path, [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": found}])
+    read = read_thresholds("auto", str(path), "mpich", 2, 2)
+    node = Layout.of([0, 0], True)
+    assert choose("all_reduce", 511, node, read) is Algorithm.NATIVE
+    assert choose("all_reduce", 512, node, read) is Algorithm.SHARED
+    assert choose("broadcast", 2**40, node, read) is Algorithm.NATIVE
+    assert choose("barrier", 0, node, read) is Algorithm.SHARED
+
+
+def test_file_is_where_the_variables_say(tmp_path: Path) -> None:
+    assert tuning_path({"MPDIST_TUNING": str(tmp_path / "x")}) == tmp_path / "x"
+    assert tuning_path({}).parts[-2:] == ("mpdist", "tuning.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "tables": []}', '{"version": 1, "tables": [{}]}'])
+def test_foreign_file_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no tuning file"):
+        load(path)
+    assert load(tmp_path / "none") == []

@@ -1,0 +1,98 @@
+"""`mpdist bench`, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.jobs import job_environ
+
+from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, read
+from mpdist.bench.operations import OPERATIONS
+from mpdist.bench.tuning import NEVER
+from mpdist.cli import build_parser, main
+from mpdist.cli.bench import contenders_of, launch_words, names, threshold_text
+from mpdist.errors import UsageError
+
+SECONDS = 200.0
+"""A benchmark is several jobs, and its contenders spin: slow where others use the cores."""
+
+
+def run_mpdist(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command `mpdist` to its end."""
+    command = [sys.executable, "-m", "mpdist", *arguments]
+    return subprocess.run(command, env=job_environ(), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def test_names_are_checked() -> None:
+    assert names("all-reduce, barrier", list(OPERATIONS), "--ops") == ["all_reduce", "barrier"]
+    with pytest.raises(UsageError, match=r"--ops 'x': 'x' is none; choose from all_reduce"):
+        names("x", list(OPERATIONS), "--ops")
+
+
+@pytest.mark.parametrize("arguments", [["--ops", "x"], ["--sizes", "x"], ["--rivals", "raw,"]])
+def test_mistake_is_one_line_and_starts_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_tuned_mpi_takes_part_in_a_job_of_its_own() -> None:
+    assert contenders_of(["raw", "tuned"]) == [OURS, RESIDENT, RAW_NOW, RAW_LATER]
+
+
+def test_job_is_started_as_mpdist_run_would() -> None:
+    options = build_parser().parse_args(["bench", "-n", "3", "--mpi", "mpich", "--launcher-arg=-x"])
+    words = launch_words(options)
+    assert build_parser().parse_args(["run", *words, "x.py"]).ranks == 3
+    assert words[-1] == "--launcher-arg=-x"
+
+
+def test_threshold_is_told_in_words() -> None:
+    assert [threshold_text(n) for n in (0, 4096, NEVER)] == ["always", "from 4 KiB on", "never"]
+
+
+@pytest.mark.job
+@pytest.mark.limit(SECONDS)
+def test_bench_measures_checks_and_writes(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    done = run_mpdist(
+        *("bench", "--ops", "all_reduce,scatter,ping_pong,barrier", "--sizes", "8,64K"),
+        *("--rivals", "raw", "--seconds", "0.01", "--json", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    cases = read(file)
+    assert [(case.op, case.nbytes) for case in cases] == [
+        *((op, n) for op in ("all_reduce", "scatter", "ping_pong") for n in (8, 65536)),
+        ("barrier", 0),
+    ]
+    assert all(case.ranks == 2 and set(case.lines) == {OURS, RESIDENT, RAW_NOW, RAW_LATER} for case in cases)
+    assert all(line.median > 0 for case in cases for line in case.lines.values())
+    assert "all_reduce" in done.stdout
+
+
+@pytest.mark.job
+@pytest.mark.limit(SECONDS)
+def test_bench_runs_under_another_launcher() -> None:
+    words = ("bench", "--ops", "all_gather", "--sizes", "8", "--rivals", "raw", "--seconds", "0.01")
+    done = run_mpdist("run", "-n", "3", "-m", "mpdist", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all_gather") == 1
+    assert "3 ranks" in done.stdout
+
+
+@pytest.mark.job
+@pytest.mark.limit(SECONDS)
+def test_tune_writes_what_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("MPDIST_TUNING", str(path))
+    done = run_mpdist("bench", "--tune", "--ops", "barrier,all_reduce", "--sizes", "8,64K", "--seconds", "0.01")
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(path.read_text())["tables"]
+    assert (table["ranks"], sorted(table["thresholds"])) == (2, ["all_reduce", "barrier"])
+    assert table["mpi"] in ("mpich", "openmpi")
+    assert all(set(limits) == {"shared_from"} for limits in table["thresholds"].values())
+    again = run_mpdist("bench", "--ops", "barrier", "--rivals", "raw", "--seconds", "0.01")
+    assert again.returncode == 0, again.stderr  # and the next start reads it

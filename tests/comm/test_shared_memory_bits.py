@@ -1,0 +1,109 @@
+"""The bits of results: equal on every rank, and with `deterministic` equal by every algorithm."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from algorithms.forcing import NATIVE, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
+from comm.arrays import torch_library
+from comm.reference import rounded
+
+import mpdist
+from mpdist import Communicator
+
+pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.limit(120)]
+
+COUNTS = (1, 1000, 16_411, 200_001)
+TYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
+
+
+def random(count: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
+    """Numbers whose sum depends on the order."""
+    generator = np.random.default_rng([count, rank])
+    values = generator.standard_normal(count) * 10.0 ** generator.integers(-2, 3, count)
+    if dtype == "complex64":
+        return (values + 1j * generator.standard_normal(count)).astype(dtype)
+    return rounded(values, dtype)
+
+
+def in_rank_order(arrays: list[np.ndarray[Any, Any]], dtype: str, how: str) -> np.ndarray[Any, Any]:
+    """NumPy's fold: 16-bit types in float32, rounded at the end."""
+    wide = [array.astype(np.float32) if dtype in ("float16", "bfloat16") else array for array in arrays]
+    if how == "premul_sum":
+        wide = [array * array.dtype.type(rank + 0.7) for rank, array in enumerate(wide)]
+    total = reduce(np.add, wide)
+    if how == "avg":
+        parts = total.view(total.real.dtype)
+        total = (parts / parts.dtype.type(len(arrays))).view(total.dtype)
+    return rounded(total, dtype)
+
+
+def op_of(how: str, rank: int) -> Any:
+    return mpdist.premul_sum(rank + 0.7) if how == "premul_sum" else how
+
+
+class Library:
+    """Arrays of a type: of NumPy, and of torch for bfloat16."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self._torch = torch_library() if dtype == "bfloat16" else None
+
+    def make(self, values: np.ndarray[Any, Any]) -> Any:
+        return values.copy() if self._torch is None else self._torch.make(values, self.dtype)
+
+    def read(self, x: Any) -> np.ndarray[Any, Any]:
+        return x if self._torch is None else self._torch.read(x)
+
+
+def assert_same_bits(x: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], case: object) -> None:
+    assert x.dtype == wanted.dtype
+    np.testing.assert_array_equal(x.view(np.uint8), wanted.view(np.uint8), err_msg=f"in case {case}")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("how", ["sum", "avg", "premul_sum"])
+async def test_deterministic_folds_in_rank_order_by_every_algorithm(comm: Communicator, dtype: str, how: str) -> None:
+    if dtype == "bfloat16" and torch_library() is None:
+        pytest.skip("torch is not installed")
+    library = Library(dtype)
+    for way in (NATIVE, SHARED, SLOTS, PAIRS, TRIPLES):
+        async with forced(comm, way) as made:
+            for count in COUNTS:
+                case = f"{way} {dtype} {how} x {count}"
+                inputs = [random(count, dtype, rank) for rank in range(comm.size)]
+                wanted = in_rank_order(inputs, dtype, how)
+                op = op_of(how, comm.rank)
+                x = library.make(inputs[comm.rank])
+                await made.all_reduce(x, op, deterministic=True)
+                assert_same_bits(library.read(x), wanted, f"all_reduce {case}")
+                x, out = library.make(inputs[comm.rank]), library.make(np.zeros_like(wanted))
+                await made.all_reduce(x, op, out=out, deterministic=True)
+                assert_same_bits(library.read(out), wanted, f"all_reduce into out {case}")
+                assert_same_bits(library.read(x), inputs[comm.rank], f"input {case}")
+                result = await made.reduce(x, comm.size - 1, op, deterministic=True)
+                if result is not None:
+                    assert_same_bits(library.read(result), wanted, f"reduce {case}")
+                many = library.make(np.concatenate([np.roll(inputs[comm.rank], rank) for rank in range(comm.size)]))
+                block = await made.reduce_scatter(many, op, deterministic=True)
+                assert_same_bits(library.read(block), np.roll(wanted, comm.rank), f"reduce_scatter {case}")
+
+
+@pytest.mark.parametrize("way", [NATIVE, SHARED, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES], ids=str)
+async def test_every_rank_gets_the_same_bits(comm: Communicator, way: Way) -> None:
+    """Whatever the order is; also where some ranks' arrays are resident and others' not."""
+    async with forced(comm, way) as made:
+        for count in COUNTS:
+            for dtype in ("float16", "float32", "float64"):
+                for op in ("sum", "avg", "prod"):
+                    x = random(count, dtype, comm.rank)
+                    if comm.rank % 2:
+                        resident = comm.empty(count, dtype)
+                        resident[:] = x
+                        x = resident
+                    await made.all_reduce(x, op)
+                    rows = await comm.all_gather(x.view(np.uint8))
+                    assert (rows == rows[0]).all(), f"{op} {dtype} x {count}"

@@ -1,0 +1,52 @@
+"""torch.compile inside and outside the wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from data_parallel.pairs import assert_equal, inputs, mlp, wrapped
+from torch import Tensor, nn
+
+from mpdist import Communicator
+
+pytestmark = [pytest.mark.ranks(1, 2), pytest.mark.limit(120)]
+
+
+class Net(nn.Module):
+    """A class of the user's: the compiler leaves forwards of torch.nn's own to those who call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(6, 400, 400, 400, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_compiled_module_has_the_same_gradients(comm: Communicator, place: str) -> None:
+    torch._dynamo.reset()
+    net, copy = Net(), Net()
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, examples)
+
+    inner: Any = torch.compile(net, backend=backend) if place == "inside" else net
+    with wrapped(inner, comm, bucket_cap_mb=1) as model:
+        copy.load_state_dict(net.state_dict())
+        compiled = torch.compile(model, backend=backend) if place == "outside" else model
+        for number in range(4):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            for each in (compiled, copy):
+                each.zero_grad()
+                each(x).square().mean().backward()
+            for parameter in copy.parameters():
+                comm.all_reduce(parameter.grad, op="avg").wait()
+            assert_equal([p.grad for p in net.parameters()], [p.grad for p in copy.parameters()])
+        assert len(graphs) > 1  # dynamo's splitter saw the wrapper: buckets start while the rest of backward runs
+        assert len(model.reducer.buckets) > 1
+    torch._dynamo.reset()

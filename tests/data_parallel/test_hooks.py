@@ -1,0 +1,98 @@
+"""Communication hooks: torch's own run with our buckets, and give what they give in torch's DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_parallel.pairs import assert_equal, mlp, train, wrapped
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+from mpdist import Communicator
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
+
+
+def power_state(**options: Any) -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
+
+
+HOOKS = {
+    "all_reduce": (lambda: None, default_hooks.allreduce_hook, 1e-12),
+    "fp16": (lambda: None, default_hooks.fp16_compress_hook, 1e-4),  # rounded in another order on 3 ranks
+    "powerSGD": (power_state, powerSGD_hook.powerSGD_hook, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-3, 25])
+def test_torchs_hooks(comm: Communicator, name: str, bucket_cap_mb: float) -> None:
+    make, hook, rtol = HOOKS[name]
+    torch.manual_seed(7)
+    net = mlp(12, 40, 30, 8)
+    theirs = TorchDataParallel(copy.deepcopy(net), bucket_cap_mb=bucket_cap_mb)
+    theirs.register_comm_hook(make(), hook)
+    with wrapped(net, comm, bucket_cap_mb=bucket_cap_mb) as ours:
+        ours.register_comm_hook(make(), hook)
+        got = train(comm, ours, shape=(4, 12), steps=6)
+        if rtol is None or (name == "powerSGD" and bucket_cap_mb < 1):
+            # What it makes of a gradient depends on which ones share its bucket; but all ranks must agree.
+            for tensor in got:
+                mine = tensor.clone()
+                comm.broadcast(mine, src=0).wait()
+                assert torch.equal(mine, tensor)
+            return
+        assert_equal(got, train(comm, theirs, shape=(4, 12), steps=6), rtol)
+
+
+def test_bucket_is_what_torch_documents(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    seen: list[tuple[int, bool]] = []
+
+    def hook(state: list[str], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        assert state == ["state"]
+        seen.append((bucket.index(), bucket.is_last()))
+        assert bucket.buffer().dim() == 1
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+            low, high = bucket.buffer().data_ptr(), bucket.buffer().data_ptr() + bucket.buffer().nbytes
+            assert low <= gradient.data_ptr() < high
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(torch.full_like(bucket.buffer(), 3.0))
+        return future
+
+    with wrapped(net, comm, bucket_cap_mb=1e-6) as model:
+        model.register_comm_hook(["state"], hook)
+        train(comm, model, steps=2)
+        assert seen == 2 * [(0, False), (1, False), (2, False), (3, True)]
+        assert all(torch.all(p.grad == 3) for p in net.parameters())
+        with pytest.raises(RuntimeError, match="only be called once"):
+            model.register_comm_hook(None, hook)
+
+
+def test_hook_with_unused_parameters(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    net.add_module("extra", torch.nn.Linear(3, 3).double())
+    net.forward = lambda x: net[2:4](net[:2](x))
+    with wrapped(net, comm, find_unused_parameters=True) as model:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        train(comm, model, steps=3)
+        assert net.extra.weight.grad is None
+        assert net[0].weight.grad is not None
+
+
+def test_hook_that_is_no_function_is_refused(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as model, pytest.raises(TypeError, match="function of state and bucket"):
+        model.register_comm_hook(None, 3)
+
+
+def test_gloo_is_not_a_group_to_average_over(comm: Communicator) -> None:
+    from mpdist import UsageError
+    from mpdist.torch import DistributedDataParallel
+
+    with pytest.raises(UsageError, match="backend 'gloo'"):
+        DistributedDataParallel(mlp(6, 3), process_group=dist.group.WORLD)

@@ -1,0 +1,76 @@
+"""Uneven inputs: ranks that have no more take part until all are done."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from data_parallel.pairs import assert_equal, inputs, mlp, wrapped
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+from mpdist import Communicator
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
+
+
+def run(comm: Communicator, model: Any, counts: list[int], options: dict[str, Any], accumulate: bool) -> list[Any]:
+    """Train on uneven numbers of batches; one pass without join before it where counts say so."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join(**options):
+        for number in range(counts[comm.rank % len(counts)]):
+            optimizer.zero_grad()
+            x = inputs(comm, number, (4, 6), torch.float64)
+            if accumulate:
+                with model.no_sync():
+                    model(x).square().mean().backward()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
+
+
+@pytest.mark.parametrize("counts", [[3, 5, 1], [4], [0, 2], [2, 0, 5]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}], ids=str)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-4, 25])
+def test_joined_ranks(comm: Communicator, counts: list[int], options: dict[str, Any], bucket_cap_mb: float) -> None:
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3, normed=True)
+    theirs = TorchDataParallel(copy.deepcopy(net), bucket_cap_mb=bucket_cap_mb)
+    with wrapped(net, comm, bucket_cap_mb=bucket_cap_mb) as ours:
+        got = run(comm, ours, counts, options, False)
+        assert_equal(got, run(comm, theirs, counts, options, False))
+        model_goes_on = inputs(comm, 99, (4, 6), torch.float64)
+        ours(model_goes_on).sum().backward()
+
+
+def test_joined_ranks_with_accumulation(comm: Communicator) -> None:
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3)
+    theirs = TorchDataParallel(copy.deepcopy(net))
+    with wrapped(net, comm) as ours:
+        got = run(comm, ours, [2, 4], {}, True)
+        assert_equal(got, run(comm, theirs, [2, 4], {}, True))
+
+
+def test_joined_ranks_with_unused_parameters(comm: Communicator) -> None:
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3)
+    theirs = TorchDataParallel(copy.deepcopy(net), find_unused_parameters=True)
+    with wrapped(net, comm, find_unused_parameters=True) as ours:
+        got = run(comm, ours, [2, 4], {}, False)
+        assert_equal(got, run(comm, theirs, [2, 4], {}, False))
+
+
+@pytest.mark.ranks(2, 3)
+def test_early_end_stops_all_ranks_where_that_is_wanted(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as model:
+        text = "has no inputs left"
+        with pytest.raises(RuntimeError, match=text):
+            run(comm, model, [2, 4], {"throw_on_early_termination": True}, False)
+
+
+def test_join_may_be_disabled(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as model:
+        run(comm, model, [3], {"enable": False}, False)
+        assert model.reducer.step == 3

@@ -1,0 +1,127 @@
+"""The start: all ranks get the module of rank 0, and differences that cannot be mended are named."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from data_parallel.pairs import mlp, wrapped
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+from mpdist import CollectiveMismatch, Communicator, UsageError
+from mpdist.torch import DistributedDataParallel
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+def test_parameters_and_buffers_are_those_of_rank_0(comm: Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    net = mlp(6, 10, 3, normed=True)
+    net[2].running_mean += comm.rank
+    net[2].num_batches_tracked += comm.rank
+    torch.manual_seed(0)
+    expected = mlp(6, 10, 3, normed=True).state_dict()
+    with wrapped(net, comm):
+        for name, tensor in net.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_init_sync_may_be_left_out(comm: Communicator) -> None:
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.fill_(comm.rank)
+    with wrapped(net, comm, init_sync=False):
+        assert torch.all(net.weight == comm.rank)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda odd: nn.Linear(6, 4 if odd else 3),
+            r"weight float32 \(3, 6\) on rank.*weight float32 \(4, 6\) on rank 1",
+        ),
+        (lambda odd: nn.Linear(6, 3).to(torch.float64 if odd else torch.float32), "weight float64"),
+        (lambda odd: nn.Linear(6, 3, bias=not odd), r"number 1 is bias float32 \(3,\) on rank.*nothing on rank 1"),
+        (lambda odd: nn.Linear(6, 3).requires_grad_(True) if not odd else _half_frozen(), "weight .* frozen on rank 1"),
+    ],
+)
+def test_difference_between_ranks_is_named(comm: Communicator, make: Any, text: str) -> None:
+    with pytest.raises(CollectiveMismatch, match=text):
+        DistributedDataParallel(make(comm.rank == 1), comm)
+
+
+def _half_frozen() -> nn.Module:
+    net = nn.Linear(6, 3)
+    net.weight.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "nothing to average"),
+        (lambda: nn.Flatten(), {}, "nothing to average"),
+        (lambda: nn.LazyLinear(2), {}, "weight is not initialised"),
+        (lambda: nn.Linear(2, 2, device="meta"), {}, "is on meta"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), {}, "on several devices: 0.weight is"),
+        (lambda: nn.Linear(2, 2), {"bucket_cap_mb": 0}, "bucket_cap_mb is 0"),
+        (lambda: nn.Linear(2, 2), {"device_ids": [0]}, "leave them out"),
+        (lambda: nn.Linear(2, 2), {"process_group": object()}, "comm or process_group"),
+    ],
+)
+def test_refusals(comm: Communicator, make: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        DistributedDataParallel(make(), comm, **options)
+
+
+def test_it_is_torchs_class_to_torchs_own_code(comm: Communicator) -> None:
+    net = mlp(6, 3)
+    with wrapped(net, comm) as model:
+        assert isinstance(model, TorchDataParallel)
+        assert set(model.state_dict()) == {f"module.{name}" for name in net.state_dict()}
+        model.load_state_dict(model.state_dict())
+        assert TorchDataParallel._get_active_ddp_module() is None
+        assert model.bucket_bytes_cap > 0
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        assert set(get_model_state_dict(model)) == set(net.state_dict())
+        assert "over" in repr(model)
+        model.eval()
+        assert not net.training
+
+
+def test_it_can_be_neither_pickled_nor_copied(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as model:
+        for make in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(UsageError, match=r"model\.module"):
+                make(model)
+
+
+def test_hooks_go_with_the_wrapper(comm: Communicator) -> None:
+    net = mlp(6, 3)
+    model = DistributedDataParallel(net, comm)
+    model(torch.ones(2, 6).double()).sum().backward()
+    del model
+    gc.collect()
+    if comm.rank == 0:
+        net(torch.ones(2, 6).double()).sum().backward()
+    with wrapped(net, comm) as model:
+        model.zero_grad()
+        model(torch.ones(2, 6).double()).sum().backward()
+
+
+def test_ignored_parameters_are_left_alone(comm: Communicator) -> None:
+    net = mlp(6, 5, 3)
+    with torch.no_grad():
+        net[0].weight.fill_(comm.rank)
+    TorchDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    with wrapped(net, comm) as model:
+        model((comm.rank + torch.ones(2, 6)).double()).sum().backward()
+        assert torch.all(net[0].weight == comm.rank)

@@ -1,0 +1,242 @@
+"""GradientAverager: arrays are averaged step after step, in whatever order they come."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import mpdist
+from mpdist import CollectiveMismatch, Communicator, GradientAverager, SizeMismatch, UsageError
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+SHAPES = [(3,), (2, 5), (), (1000,), (0,), (7, 1)]
+
+
+def filled(step: int, rank: int, dtype: str = "float64") -> list[np.ndarray]:
+    return [np.full(shape, (index + 1) * (rank + 1) + step, dtype) for index, shape in enumerate(SHAPES)]
+
+
+def averages(step: int, size: int) -> list[float]:
+    mean_rank = (size + 1) / 2
+    return [(index + 1) * mean_rank + step for index in range(len(SHAPES))]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
+async def test_arrays_hold_the_mean_after_each_step(comm: Communicator, bucket_bytes: int) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays, bucket_bytes=bucket_bytes)
+    for step in range(4):
+        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
+            x[...] = value
+        for index in reversed(range(len(arrays))):
+            averager.ready(index)
+        results = await averager
+        for x, result, mean in zip(arrays, results, averages(step, comm.size), strict=True):
+            assert result is x
+            np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+async def test_each_rank_may_have_an_order_of_its_own(comm: Communicator) -> None:
+    order = random.Random(comm.rank)
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays, bucket_bytes=40)
+    for step in range(6):
+        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
+            x[...] = value
+        for index in order.sample(range(len(arrays)), len(arrays)):
+            averager.ready(index)
+        await averager
+        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
+            np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+def test_ready_may_come_from_any_thread(comm: Communicator) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays, bucket_bytes=40)
+    for step in range(5):
+        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
+            x[...] = value
+        threads = [threading.Thread(target=averager.ready, args=(index,)) for index in range(len(arrays))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        averager.wait()
+        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
+            np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+async def test_arrays_that_were_not_said_ready_are_so_at_the_end(comm: Communicator) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays)
+    if comm.rank == 0:
+        averager.ready(2)
+    await averager
+    averager.ready(1)
+    await averager  # averages of averages
+    for x, mean in zip(arrays, averages(0, comm.size), strict=True):
+        np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+async def test_full_buckets_start_before_the_end(comm: Communicator) -> None:
+    arrays = [np.full(100, float(comm.rank)) for _ in range(3)]
+    averager = GradientAverager(comm, arrays, bucket_bytes=800)
+    for index in (2, 0, 1):
+        averager.ready(index)
+    await averager
+    assert averager.order == [2, 0, 1]
+    posted = comm._channel.sequence
+    averager.ready(0)
+    assert comm._channel.sequence == posted  # bucket 2 is before it
+    averager.ready(2)
+    assert comm._channel.sequence == posted + 2
+    await averager
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", sum), ("max", max)])
+async def test_other_ops(comm: Communicator, op: str, expected: Callable[[range], int]) -> None:
+    x = np.full(4, comm.rank + 1, np.int64)
+    await GradientAverager(comm, [x], op=op)
+    assert x.tolist() == [expected(range(1, comm.size + 1))] * 4
+
+
+@pytest.mark.parametrize("compress", ["float16", "bfloat16"])
+async def test_compressed_means_are_those_of_16_bits(comm: Communicator, compress: str) -> None:
+    values = np.random.default_rng(0).normal(size=(comm.size, 1000))
+    for dtype in ("float32", "float64"):
+        x = values[comm.rank].astype(dtype)
+        counts = np.arange(3)
+        await GradientAverager(comm, [x, counts], op="sum", compress=compress)
+        error = np.abs(x - values.sum(axis=0)).max()
+        assert 0 < error < (0.004 if compress == "float16" else 0.04)
+        assert counts.tolist() == [0, comm.size, 2 * comm.size]  # integers are left alone
+    x = values[comm.rank].astype("float32")
+    await GradientAverager(comm, [x], compress=compress)
+    assert np.abs(x - values.mean(axis=0)).max() < (0.002 if compress == "float16" else 0.02)
+
+
+async def test_float16_does_not_overflow_in_the_sum(comm: Communicator) -> None:
+    x = np.full(5, 60000, np.float16)
+    await GradientAverager(comm, [x])
+    assert x.tolist() == [60000] * 5
+
+
+async def test_cancelled_await_goes_on_where_it_stopped(comm: Communicator) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays, bucket_bytes=8)
+    steps = averager.__await__()
+    steps.close()
+    await averager
+    for x, mean in zip(arrays, averages(0, comm.size), strict=True):
+        np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+async def test_ready_twice_is_refused(comm: Communicator) -> None:
+    averager = GradientAverager(comm, filled(0, comm.rank))
+    averager.ready(1)
+    with pytest.raises(UsageError, match="array 1 was ready before"):
+        averager.ready(1)
+    await averager
+
+
+async def test_another_shape_is_refused(comm: Communicator) -> None:
+    averager = GradientAverager(comm, [np.zeros(3)], names=["weight"])
+    with pytest.raises(SizeMismatch, match=r"weight is float64 \(4,\), it was float64 \(3,\)"):
+        averager.ready(0, np.zeros(4))
+
+
+@pytest.mark.ranks(2, 3)
+async def test_difference_between_ranks_names_array_and_ranks(comm: Communicator) -> None:
+    shape = (3, 4) if comm.rank == 1 else (4, 3)
+    averager = GradientAverager(comm, [np.zeros(2), np.zeros(shape)])
+    with pytest.raises(CollectiveMismatch, match=r"number 1 is array 1 float64 \(4, 3\) on rank.*\(3, 4\) on rank 1"):
+        await averager
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "text"),
+    [
+        ([np.zeros(2, np.int32)], {}, "avg"),
+        ([np.zeros(2)], {"compress": "int8"}, "compress is 'int8'"),
+        ([np.zeros(2)], {"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ([np.zeros((4, 4))[:, 1]], {}, "array 0: "),
+        ([3.0], {}, "array 0: "),
+    ],
+)
+async def test_bad_arguments_are_refused(comm: Communicator, arrays: list, options: dict, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        GradientAverager(comm, arrays, **options)
+
+
+# ---------------------------------------------------------------------- average
+
+
+async def test_average_of_a_tree(comm: Communicator) -> None:
+    tree = {"layer": [np.full((2, 2), float(comm.rank)), None], "bias": (np.array(comm.rank, np.float32),)}
+    result = await mpdist.average(comm, tree)
+    mean = (comm.size - 1) / 2
+    assert result["layer"][0] is tree["layer"][0]
+    assert result["layer"][1] is None
+    assert np.all(result["layer"][0] == mean)
+    assert result["bias"][0] == mean
+
+
+def test_average_without_a_loop(comm: Communicator) -> None:
+    x = np.full(3, float(comm.rank))
+    assert mpdist.average(comm, x).wait() is x
+    assert np.all(x == (comm.size - 1) / 2)
+
+
+async def test_average_of_read_only_arrays_comes_back_new(comm: Communicator) -> None:
+    x = np.full((2, 3), float(comm.rank))
+    x.flags.writeable = False
+    (result,) = await mpdist.average(comm, [x])
+    assert result.shape == (2, 3)
+    assert np.all(result == (comm.size - 1) / 2)
+    assert np.all(x == comm.rank)
+
+
+async def test_average_of_nothing(comm: Communicator) -> None:
+    assert await mpdist.average(comm, {}) == {}
+
+
+@pytest.mark.ranks(2, 3)
+async def test_average_names_the_key_that_differs(comm: Communicator) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"\['w'\] float64 \(\) on rank 0; .*\['v'\]"):
+        await mpdist.average(comm, {"v" if comm.rank else "w": np.zeros(())})
+
+
+# ---------------------------------------------------------------------- other libraries
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+async def test_torch_tensors(comm: Communicator, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.full(shape, float(comm.rank), dtype=getattr(torch, dtype)) for shape in SHAPES]
+    results = await GradientAverager(comm, tensors, bucket_bytes=64)
+    for x, result in zip(tensors, results, strict=True):
+        assert result is x
+        assert torch.all(x == (comm.size - 1) / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_jax_arrays_come_back_new(comm: Communicator, dtype: str) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    x = jnp.full((2, 3), float(comm.rank), dtype)
+    averager = GradientAverager(comm, [x])
+    for step in range(3):
+        averager.ready(0, x + step)
+        (result,) = await averager
+        assert type(result) is type(x)
+        assert result.dtype == x.dtype
+        assert result.shape == (2, 3)
+        assert np.all(np.asarray(result, np.float64) == (comm.size - 1) / 2 + step)
+        assert np.all(np.asarray(x, np.float64) == comm.rank)

@@ -1,0 +1,211 @@
+"""What the backend moves between ranks: every operation x type x form, against values that each rank knows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_support.values import MOVABLE, assert_same, everyone, joined, numbers, strided
+
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.limit(120)]
+
+SHAPE = (4, 3)
+
+
+def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.clone(), strided(tensor)]
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_broadcast(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for root in range(group.size()):
+        for x in layouts(numbers(SHAPE, dtype, group.rank())):
+            dist.broadcast(x, root)
+            assert_same(x, numbers(SHAPE, dtype, root), root)
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_all_gather(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size = group.size()
+    wanted = everyone(SHAPE, dtype, range(size))
+    for x in layouts(numbers(SHAPE, dtype, group.rank())):
+        outs = [torch.zeros(SHAPE, dtype=dtype) for _ in range(size)]
+        dist.all_gather(outs, x)
+        views = list(torch.zeros((size, *SHAPE), dtype=dtype).unbind(0))
+        dist.all_gather(views, x)
+        whole = torch.zeros((size * SHAPE[0], SHAPE[1]), dtype=dtype)
+        dist.all_gather_into_tensor(whole, x, async_op=True).wait()
+        for out, view, part, each in zip(outs, views, whole.chunk(size), wanted, strict=True):
+            assert_same(out, each, "list")
+            assert_same(view, each, "views")
+            assert_same(part, each, "into")
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_gather_and_scatter(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size, rank = group.size(), group.rank()
+    wanted = everyone(SHAPE, dtype, range(size))
+    for root in range(size):
+        for x in layouts(wanted[rank]):
+            outs = [strided(torch.zeros(SHAPE, dtype=dtype)) for _ in range(size)] if rank == root else None
+            dist.gather(x, outs, root)
+            for out, each in zip(outs or [], wanted if rank == root else [], strict=True):
+                assert_same(out, each, ("gather", root))
+        for out in layouts(torch.zeros(SHAPE, dtype=dtype)):
+            dist.scatter(out, list(wanted) if rank == root else None, root)
+            assert_same(out, wanted[rank], ("scatter", root))
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size, rank = group.size(), group.rank()
+
+    def block(src: int, dst: int, rows: int) -> torch.Tensor:
+        return numbers((rows, 2), dtype, 10 * src + dst)
+
+    wanted = [block(src, rank, 2) for src in range(size)]
+    for x in layouts(joined([block(rank, dst, 2) for dst in range(size)])):
+        for out in layouts(torch.zeros((2 * size, 2), dtype=dtype)):
+            dist.all_to_all_single(out, x)
+            assert_same(out, joined(wanted), "even")
+
+    sent = [block(rank, dst, rank + dst) for dst in range(size)]
+    wanted = [block(src, rank, src + rank) for src in range(size)]
+    outs = [torch.zeros((src + rank, 2), dtype=dtype) for src in range(size)]
+    dist.all_to_all(outs, sent)
+    for out, each in zip(outs, wanted, strict=True):
+        assert_same(out, each, "list")
+    rows = [rank + each for each in range(size)]
+    whole = torch.zeros((sum(rows), 2), dtype=dtype)
+    dist.all_to_all_single(whole, joined(sent), rows, rows, async_op=True).wait()
+    assert_same(whole, joined(wanted), "splits")
+
+
+def test_blocks_of_different_sizes(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    wanted = [numbers(2 * each + 1, torch.float32, each) for each in range(size)]
+
+    def rooms() -> list[torch.Tensor]:
+        return [torch.zeros(2 * each + 1) for each in range(size)]
+
+    def are_right(outs: list[torch.Tensor]) -> bool:
+        return all(torch.equal(out, each) for out, each in zip(outs, wanted, strict=True))
+
+    outs = rooms()
+    dist.all_gather(outs, wanted[rank])
+    assert are_right(outs)
+    for root in range(size):
+        outs = rooms()
+        dist.gather(wanted[rank], outs if rank == root else None, root)
+        assert are_right(outs) == (rank == root)
+        out = torch.zeros(2 * rank + 1)
+        dist.scatter(out, wanted if rank == root else None, root)
+        assert torch.equal(out, wanted[rank])
+
+
+def test_coalesced_gathers(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((3,), torch.float32), ((2, 2), torch.bfloat16), ((), torch.int64), ((0,), torch.bool)
+    ]  # fmt: skip
+    ins = [numbers(shape, dtype, rank) for shape, dtype in kinds]
+    lists = [[torch.zeros(shape, dtype=dtype) for shape, dtype in kinds] for _ in range(size)]
+    group.allgather_coalesced(lists, ins).wait()
+    for each in range(size):
+        for out, (shape, dtype) in zip(lists[each], kinds, strict=True):
+            assert_same(out, numbers(shape, dtype, each), (each, shape))
+    outs = [torch.zeros((size * 2,), dtype=dtype) for dtype in (torch.float32, torch.int16)]
+    ins = [numbers(2, dtype, rank) for dtype in (torch.float32, torch.int16)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for out, x in zip(outs, ins, strict=True):
+            dist.all_gather_into_tensor(out, x)
+    manager.wait()
+    for out in outs:
+        assert_same(out, torch.cat(everyone(2, out.dtype, range(size))), out.dtype)
+
+
+def test_in_place_gather_and_scatter_as_fsdp_does_it(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    whole = torch.zeros(size * 3)
+    own = whole[rank * 3 : rank * 3 + 3]
+    own.copy_(numbers(3, torch.float32, rank))
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, torch.cat(everyone(3, torch.float32, range(size))))
+    wanted = size * own.clone()
+    dist.reduce_scatter_tensor(own, whole)
+    assert torch.equal(own, wanted)
+
+
+def test_objects(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    everything: list[Any] = [None] * size
+    dist.all_gather_object(everything, {"rank": rank, "payload": "x" * rank * 100})
+    assert everything == [{"rank": each, "payload": "x" * each * 100} for each in range(size)]
+    for root in range(size):
+        gathered: list[Any] | None = [None] * size if rank == root else None
+        dist.gather_object((rank, "g"), gathered, root)
+        assert gathered == ([(each, "g") for each in range(size)] if rank == root else None)
+        items: list[Any] = [root, {"a": [1, 2]}, None] if rank == root else [None] * 3
+        dist.broadcast_object_list(items, root)
+        assert items == [root, {"a": [1, 2]}, None]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, [f"to {each}" for each in range(size)] if rank == root else None, root)
+        assert mine == [f"to {rank}"]
+
+
+def test_functional_collectives(group: dist.ProcessGroup) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    size, rank = group.size(), group.rank()
+    inputs = everyone((size, 2), torch.float32, range(size))
+    x = inputs[rank]
+    total = torch.stack(inputs).sum(0)
+    assert torch.equal(functional.all_reduce(x, "sum", group), total)
+    assert torch.equal(functional.all_gather_tensor(x, 0, group), torch.cat(inputs))
+    assert torch.equal(functional.reduce_scatter_tensor(x, "sum", 0, group), total[rank : rank + 1])
+    assert torch.equal(functional.broadcast(x, size - 1, group), inputs[-1])
+    received = functional.all_to_all_single(x, None, None, group)
+    assert torch.equal(received, torch.stack([each[rank] for each in inputs]))
+    reduced = functional.all_reduce_coalesced([x, 2 * x], "sum", group)
+    assert torch.equal(reduced[0], total)
+    assert torch.equal(reduced[1], 2 * total)
+    gathered = functional.all_gather_into_tensor_coalesced([x, x[:1]], group)
+    assert torch.equal(gathered[1], torch.cat([each[:1] for each in inputs]))
+    scattered = functional.reduce_scatter_tensor_coalesced([x, 2 * x], "sum", [0, 0], group)
+    assert torch.equal(scattered[1], 2 * total[rank : rank + 1])
+
+
+def test_gradients_flow_through_collectives(group: dist.ProcessGroup) -> None:
+    from torch.distributed.nn import functional
+
+    x = torch.full((3,), float(group.rank() + 1), requires_grad=True)
+    functional.all_reduce(x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0 * (group.rank() + 1) * group.size()] * 3
+
+
+def test_barrier_holds_until_the_last_rank_has_come(group: dist.ProcessGroup) -> None:
+    for last in range(group.size()):
+        if group.rank() == last:
+            time.sleep(0.02)
+        came = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.barrier()
+        left = time.monotonic()
+        dist.all_reduce(came, dist.ReduceOp.MAX)
+        assert left >= came.item()
+
+
+def test_sizes_that_do_not_fit_are_refused(group: dist.ProcessGroup) -> None:
+    size = group.size()
+    with pytest.raises(RuntimeError, match="room for"):
+        dist.all_gather([torch.zeros(2) for _ in range(size)], torch.zeros(3))
+    with pytest.raises(RuntimeError, match="elements"):
+        dist.all_gather_into_tensor(torch.zeros(size * 2 + 1), torch.zeros(2))
+    with pytest.raises(RuntimeError, match="each of the"):
+        dist.all_to_all([torch.zeros(1)] * (size + 1), [torch.zeros(1)] * (size + 1))
+    with pytest.raises(RuntimeError, match="plit"):
+        dist.all_to_all_single(torch.zeros(size), torch.zeros(size), [1] * size, [2] * size)
+    dist.barrier()

@@ -1,0 +1,190 @@
+"""Reductions of the backend: every type x op x form, against values that each rank computes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch_support.values import (
+    BITWISE,
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    REDUCIBLE,
+    assert_same,
+    everyone,
+    numbers,
+    ops_for,
+    reduced,
+    strided,
+)
+
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.limit(120)]
+
+SHAPES = ((0,), (1,), (), (5, 3))
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_all_reduce(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for op in ops_for(dtype):
+        for shape in SHAPES:
+            wanted = reduced(op, everyone(shape, dtype, range(group.size())))
+            for is_async in (False, True):
+                for layout in (torch.clone, strided):
+                    x = layout(numbers(shape, dtype, group.rank()))
+                    work = dist.all_reduce(x, op, async_op=is_async)
+                    if is_async:
+                        work.wait()
+                    assert_same(x, wanted, (op, shape, is_async, layout))
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_reduce(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    inputs = everyone((4, 2), dtype, range(group.size()))
+    for op in ops_for(dtype):
+        for root in range(group.size()):
+            x = strided(inputs[group.rank()])
+            dist.reduce(x, root, op)
+            wanted = reduced(op, inputs) if group.rank() == root else inputs[group.rank()]
+            assert_same(x, wanted, (op, root))
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_reduce_scatter(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size, rank = group.size(), group.rank()
+    for op in ops_for(dtype):
+        inputs = everyone((size * 3, 2), dtype, range(size))
+        wanted = reduced(op, [x[rank * 3 : rank * 3 + 3] for x in inputs])
+        for out in (torch.zeros((3, 2), dtype=dtype), strided(torch.zeros((3, 2), dtype=dtype))):
+            dist.reduce_scatter_tensor(out, inputs[rank], op)
+            assert_same(out, wanted, (op, "tensor"))
+            out.zero_()
+            dist.reduce_scatter(out, [block.clone() for block in inputs[rank].chunk(size)], op)
+            assert_same(out, wanted, (op, "list"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_reduce_scatter_of_blocks_of_different_sizes(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size, rank = group.size(), group.rank()
+    inputs = [[numbers(block + 1, dtype, 10 * each + block) for block in range(size)] for each in range(size)]
+    out = torch.zeros(rank + 1, dtype=dtype)
+    dist.reduce_scatter(out, inputs[rank])
+    assert_same(out, reduced(ReduceOp.SUM, [blocks[rank] for blocks in inputs]), "sum")
+
+
+def test_premultiplied_sum(group: dist.ProcessGroup) -> None:
+    inputs = everyone(6, torch.float32, range(group.size()))
+    for factor in (2.0, torch.tensor([2.0])):
+        x = inputs[group.rank()].clone()
+        dist.all_reduce(x, dist._make_nccl_premul_sum(factor))
+        assert_same(x, 2 * reduced(ReduceOp.SUM, inputs), factor)
+
+
+def test_half_types_accumulate_in_float32(group: dist.ProcessGroup) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        start = 2048.0 if dtype is torch.float16 else 256.0  # one more is not representable
+        x = torch.full((4,), start if group.rank() == 0 else 1.0, dtype=dtype)
+        dist.all_reduce(x)
+        assert x.tolist() == torch.tensor([start + group.size() - 1] * 4).to(dtype).tolist()
+
+
+def test_coalesced(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    shapes = ((3,), (2, 2), (0,), ())
+    tensors = [numbers(shape, torch.float32, 7 * place + rank) for place, shape in enumerate(shapes)]
+    dist.all_reduce_coalesced(tensors)
+    for place, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
+        inputs = [numbers(shape, torch.float32, 7 * place + each) for each in range(size)]
+        assert_same(tensor, reduced(ReduceOp.SUM, inputs), shape)
+    x, y = numbers(4, torch.float32, rank), numbers(5, torch.float32, rank)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    manager.wait()
+    assert_same(x, reduced(ReduceOp.SUM, everyone(4, torch.float32, range(size))), "manager")
+    assert_same(y, reduced(ReduceOp.SUM, everyone(5, torch.float32, range(size))), "manager")
+    outs = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
+    ins = [numbers(len(out) * size, out.dtype, rank) for out in outs]
+    with dist._coalescing_manager():
+        for out, each in zip(outs, ins, strict=True):
+            dist.reduce_scatter_tensor(out, each)
+    for out, each in zip(outs, ins, strict=True):
+        inputs = everyone(len(each), each.dtype, range(size))
+        own = slice(rank * len(out), (rank + 1) * len(out))
+        assert_same(out, reduced(ReduceOp.SUM, [x[own] for x in inputs]), each.dtype)
+
+
+def test_sparse_tensors_are_summed(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+
+    def sparse(of: int) -> torch.Tensor:
+        indices = torch.tensor([[of, 0, of], [1, 2, 1]])  # one entry twice: not coalesced
+        return torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, of]), (size, 3))
+
+    wanted = sum((sparse(of).to_dense() for of in range(size)), torch.zeros(size, 3))
+    for is_async in (False, True):
+        x = sparse(rank)
+        work = dist.all_reduce(x, async_op=is_async)
+        if is_async:
+            work.wait()
+        assert x.is_sparse
+        assert torch.equal(x.to_dense(), wanted)
+    empty = torch.sparse_coo_tensor(torch.zeros((2, 0), dtype=torch.int64), torch.zeros(0), (size, 3))
+    x = sparse(rank) if rank == 0 else empty
+    dist.all_reduce(x)
+    assert torch.equal(x.to_dense(), sparse(0).to_dense())
+
+
+def test_what_has_no_meaning_is_refused(group: dist.ProcessGroup) -> None:
+    for op in BITWISE:
+        for dtype in FLOATS:
+            with pytest.raises(RuntimeError, match="non-integral"):
+                dist.all_reduce(torch.ones(2, dtype=dtype), op)
+    with pytest.raises(RuntimeError, match="AVG has no meaning for bool"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
+    with pytest.raises(ValueError, match="complex"):
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX)
+    with pytest.raises(RuntimeError, match="float8"):
+        dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+    # Nothing was sent: the next one pairs up.
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == group.size()
+
+
+def test_integers_of_all_sizes_are_averaged_as_torch_does(group: dist.ProcessGroup) -> None:
+    for dtype in INTEGERS:
+        x = torch.full((3,), 5 if group.rank() == 0 else 2, dtype=dtype)
+        dist.all_reduce(x, ReduceOp.AVG)
+        assert x.tolist() == [(5 + 2 * (group.size() - 1)) // group.size()] * 3
+
+
+def test_a_subgroup_in_any_order(group: dist.ProcessGroup) -> None:
+    ranks = list(range(group.size()))[::-1][: max(1, group.size() - 1)]
+    part: Any = dist.new_group(ranks, sort_ranks=False)
+    if group.rank() not in ranks:
+        return
+    assert dist.get_group_rank(part, ranks[0]) == 0
+    for dtype in REDUCIBLE:
+        for op in ops_for(dtype):
+            x = numbers(7, dtype, group.rank())
+            dist.all_reduce(x, op, group=part)
+            assert_same(x, reduced(op, everyone(7, dtype, ranks)), (dtype, op))
+    x = torch.tensor([float(group.rank())])
+    dist.broadcast(x, src=ranks[-1], group=part)
+    assert x.item() == ranks[-1]
+    dist.destroy_process_group(part)
+
+
+def test_complex_tensors_handed_on_as_they_are(group: dist.ProcessGroup) -> None:
+    inputs = everyone(4, COMPLEX[0], range(group.size()))
+    x = inputs[group.rank()].clone()
+    group.allreduce([x]).wait()
+    assert_same(x, reduced(ReduceOp.SUM, inputs), "sum")
+    wanted = reduced(ReduceOp.SUM, inputs).conj().resolve_conj()
+    lazy = inputs[group.rank()].conj()
+    group.allreduce([lazy]).wait()
+    assert_same(lazy.resolve_conj(), wanted, "conjugated")
