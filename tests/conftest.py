@@ -6,6 +6,7 @@ How tests run on several ranks: `ranks/plugin.py`.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import cast
 
@@ -14,6 +15,9 @@ import pytest
 from pytest_asyncio import is_async_test
 
 import mpdist
+
+# The ranks of a job share a pipe: unbuffered, print() writes a line word by word, and those of two ranks mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 pytest_plugins = ("ranks.plugin", "pytester")
 

@@ -124,6 +124,7 @@ def mpi_section(facts: MpiFacts, launcher: Launcher | str, environ: Mapping[str,
         "own sum of": " ".join(facts.reduces),
         "world": f"{facts.size} rank{'s' * (facts.size > 1)} on {len(hosts)} node{'s' * (len(hosts) > 1)}",
         **{f"node {host}": ranks_text(ranks) for host, ranks in hosts.items()},
+        "node's memory": sharing_text(facts),
         "mpdist run": fits(facts, launcher),
     }
     problem = launch_mismatch(environ, facts.size, facts.family)
@@ -135,6 +136,17 @@ def ulfm_text(facts: MpiFacts, environ: Mapping[str, str]) -> str:
     if facts.ulfm == "no":
         return "no"
     return "yes, in force" if environ.get(ULFM_VARIABLE) == "1" else "in the library, not in force (--with-ft ulfm)"
+
+
+def sharing_text(facts: MpiFacts) -> str:
+    """How ranks of one node can move large arrays."""
+    if facts.shares is None:
+        return "nothing to share with one rank; see it by `mpdist run -n 2 -m mpdist info`"
+    if not facts.shares:
+        return "cannot be shared by its ranks: MPI's own calls move everything"
+    if facts.reaches:
+        return "shared by its ranks; private arrays are reached through the kernel"
+    return "shared by its ranks; the kernel keeps private arrays private: they are copied through shared slots"
 
 
 def fits(facts: MpiFacts, launcher: Launcher | str) -> str:

@@ -68,6 +68,8 @@ class MpiFacts:
         cuda: whether it takes device memory: yes, no or unknown.
         ulfm: whether communicators can be revoked: yes or no.
         reduces: element types that its `sum` takes.
+        shares: whether the ranks of every node can map memory together; None for a single rank.
+        reaches: whether they can read and write each other's private memory.
     """
 
     family: str
@@ -81,6 +83,8 @@ class MpiFacts:
     cuda: str
     ulfm: str
     reduces: list[str]
+    shares: bool | None = None
+    reaches: bool | None = None
 
     @property
     def size(self) -> int:
@@ -124,6 +128,7 @@ def gather_facts() -> MpiFacts:
     world = mpi.COMM_WORLD
     name, version = mpi.get_vendor()
     path = _library_path()
+    shares, reaches = _sharing() if world.Get_size() > 1 else (None, None)
     return MpiFacts(
         family=FAMILIES.get(name, "other"),
         version=f"{name} {'.'.join(map(str, version))}",
@@ -136,6 +141,8 @@ def gather_facts() -> MpiFacts:
         cuda=_cuda_support(path),
         ulfm="yes" if _can_revoke(mpi) else "no",
         reduces=[name for name, datatype in _DATATYPES.items() if _can_add(mpi, datatype)],
+        shares=shares,
+        reaches=reaches,
     )
 
 
@@ -174,6 +181,17 @@ def _cuda_support(path: str) -> str:
     except (OSError, AttributeError):
         return "unknown"
     return "yes" if query() else "no"
+
+
+def _sharing() -> tuple[bool, bool]:
+    """Try what a job tries at its start, whatever the variables say; collective."""
+    from mpdist.transport import mpi, neighbours
+
+    world = mpi.start()
+    found = neighbours.connect(world.split_node())
+    mine = (found is not None, found is not None and found.reach is not None)
+    shares, reaches = zip(*world.all_gather_now(mine), strict=True)
+    return all(shares), all(reaches)
 
 
 def _can_revoke(mpi: ModuleType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from cli.jobs import job_environ, run_mpdist
 
 from mpdist.cli import info as module
-from mpdist.cli.info import as_text, fits, info, mpi_section, place_text, ulfm_text, variables, version
+from mpdist.cli.info import as_text, fits, info, mpi_section, place_text, sharing_text, ulfm_text, variables, version
 from mpdist.cli.launcher import Kind, Launcher
 from mpdist.errors import Unavailable
 from mpdist.transport.facts import Launched, MpiFacts, launch_mismatch, launched_as
@@ -59,6 +60,15 @@ def test_ranks_are_listed_by_node() -> None:
     assert section["world"] == "3 ranks on 2 nodes"
     assert (section["node a"], section["node b"]) == ("ranks 0-1", "rank 2")
     assert "problem" not in section
+
+
+def test_ways_to_move_memory_within_a_node_are_told() -> None:
+    texts = [sharing_text(dataclasses.replace(FACTS, shares=s, reaches=r)) for s, r in
+             ((None, None), (False, False), (True, False), (True, True))]  # fmt: skip
+    assert "-n 2" in texts[0]
+    assert "cannot be shared" in texts[1]
+    assert "slots" in texts[2]
+    assert "through the kernel" in texts[3]
 
 
 def test_ulfm_is_told_apart_from_ulfm_in_force() -> None:
@@ -129,3 +139,4 @@ def test_rank_0_describes_a_job() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert report["MPI"]["world"] == "2 ranks on 1 node"
     assert "rank 0 of 2" in report["launcher"]["this process"]
+    assert report["MPI"]["node's memory"].startswith(("shared", "cannot be shared"))
