@@ -1,8 +1,13 @@
 """Data-parallel steps: mpdist's DistributedDataParallel, torch's over gloo, torch's over mpdist's backend.
 
-Run on 2 ranks: `mpirun -n 2 python bench/ddp.py`. Each rank computes with one thread. All sides hold the same model
-and take turns, one step each in every round; times are medians over the rounds of the slower rank. `exposed` is a
-step's time without that of a step with a barrier in the place of averaging. Options: --rounds, --models, --json.
+    python bench/ddp.py [--launches 3] [--rounds 21] [--models WORD] [--json FILE]
+
+starts itself on 2 ranks, several times, and prints the worst of the medians. Each
+rank computes with one thread. All sides hold the same model and take turns, one
+step each in every round; a step's time is that of the slower rank. `exposed` is a
+step's time less that of a step with a barrier in the place of averaging, taken
+within the same round. With MPDIST_FAKECLUSTER naming a program that makes several
+hosts on one machine, also how much of the communication is hidden between 2 hosts.
 """
 
 from __future__ import annotations
@@ -10,14 +15,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,97 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import Result, lines, show  # beside this script
+from models import CASES, Case
+
 import mpdist
 from mpdist.torch import DistributedDataParallel
 
-
-class Case(NamedTuple):
-    """A model, and a function from a seed to a batch."""
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-
-
-def mlp() -> nn.Module:
-    """10 million parameters."""
-    widths = [512, 1536, 1536, 1536, 1536, 10]
-    layers: list[nn.Module] = []
-    for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-class Block(nn.Module):
-    """Two convolutions beside a shortcut, as in ResNet-18."""
-
-    def __init__(self, a: int, b: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(),
-            nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b),
-        )  # fmt: skip
-        is_same = stride == 1 and a == b
-        self.shortcut = nn.Identity() if is_same else nn.Sequential(nn.Conv2d(a, b, 1, stride), nn.BatchNorm2d(b))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.body(x) + self.shortcut(x)).relu()
-
-
-def resnet() -> nn.Module:
-    """Like ResNet-18, for pictures of 32 x 32."""
-    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
-    blocks = [Block(a, b, 1 if a == b else 2) for a, b in pairwise(widths)]
-    stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-
-class Transformer(nn.Module):
-    """4 layers, width 256, context 128."""
-
-    def __init__(self, symbols: int = 96) -> None:
-        super().__init__()
-        self.words = nn.Embedding(symbols, 256)
-        self.places = nn.Parameter(torch.zeros(128, 256))
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.out = nn.Linear(256, symbols)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layers(self.words(x) + self.places)).flatten(0, 1)
-
-
-def tiny() -> nn.Module:
-    """300 small parameters."""
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(150)))
-
-
-def vectors(size: int, inputs: int, outputs: int = 10) -> Callable[[int], tuple[Tensor, Tensor]]:
-    def batch(seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(size, inputs, generator=generator), torch.randint(outputs, (size,), generator=generator)
-
-    return batch
-
-
-def pictures(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(16, 3, 32, 32, generator=generator), torch.randint(10, (16,), generator=generator)
-
-
-def text(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(96, (8, 128), generator=generator), torch.randint(96, (1024,), generator=generator)
-
-
-CASES = {
-    "MLP, batch 64": Case(mlp, vectors(64, 512)),
-    "MLP, batch 8": Case(mlp, vectors(8, 512)),
-    "ResNet-18-like, batch 16": Case(resnet, pictures),
-    "transformer, batch 8": Case(Transformer, text),
-    "300 tiny parameters": Case(tiny, vectors(8, 16, 16)),
-}
 STEP_TARGETS = {"MLP, batch 64": 0.75, "MLP, batch 8": 0.55}
-EXPOSED, OVER_BACKEND, TINY = 0.25, 0.7, 0.3
+EXPOSED, OVER_BACKEND, TINY, HIDDEN = 0.25, 0.7, 0.3, 0.8
+RESAMPLES = 500
 
 
 class Side:
@@ -162,7 +88,7 @@ def sides_of(case: Case, comm: mpdist.Communicator, groups: dict[str, Any], is_t
 
 
 def measure(case: Case, comm: mpdist.Communicator, sides: dict[str, Side], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each side in each round, of the slower rank."""
+    """Milliseconds of each side in each round, of the slower rank."""
     batches = [case.batch(100 * comm.rank + number) for number in range(4)]
     for number in range(6):
         for side in sides.values():
@@ -174,42 +100,38 @@ def measure(case: Case, comm: mpdist.Communicator, sides: dict[str, Side], round
             sides[name].seconds.append(sides[name].step(batches[number % 4]))
     times = {}
     for name, side in sides.items():
-        times[name] = np.array(side.seconds)
+        times[name] = 1e3 * np.array(side.seconds)
         comm.all_reduce(times[name], op="max").wait()
     return times
 
 
-class Line(NamedTuple):
-    """One line of the table."""
+def results_of(name: str, mpi: str, times: dict[str, np.ndarray]) -> Iterator[Result]:
+    """Steps, and what averaging adds to them, against the other sides."""
+    ours, barrier = times["mpdist"], times["barrier"]
 
-    case: str
-    what: str
-    ours_ms: float
-    theirs_ms: float
-    ratio: float
-    target: float | None
-
-
-def lines_of(name: str, times: dict[str, np.ndarray]) -> list[Line]:
-    """Ratios of medians; exposed time against the step with a barrier."""
-    medians = {side: 1e3 * float(statistics.median(values)) for side, values in times.items()}
-    ours, barrier = medians["mpdist"], medians["barrier"]
-    lines = []
-
-    def add(what: str, a: float, b: float, target: float | None) -> None:
-        lines.append(Line(name, what, a, b, a / b if b > 0 else float("nan"), target))
+    def compared(what: str, a: np.ndarray, b: np.ndarray, target: float | None) -> Result:
+        return compare(f"{name}: {what}", mpi, a, b, target)
 
     for side in ("gloo", "backend"):
-        if side in medians:
-            add(
-                f"step / torch DDP over {side}", ours, medians[side], STEP_TARGETS.get(name) if side == "gloo" else None
-            )
-            target = None if "tiny" in name else EXPOSED if side == "gloo" else OVER_BACKEND
-            add(f"exposed / torch DDP over {side}", ours - barrier, medians[side] - barrier, target)
-    if "one all_reduce each" in medians:
-        add("exposed / one all_reduce each", ours - barrier, medians["one all_reduce each"] - barrier, TINY)
-    add("step / step with a barrier", ours, barrier, None)
-    return lines
+        if side not in times:
+            continue
+        is_gloo = side == "gloo"
+        yield compared(f"step / torch DDP over {side}", ours, times[side], STEP_TARGETS.get(name) if is_gloo else None)
+        target = None if "tiny" in name else EXPOSED if is_gloo else OVER_BACKEND
+        yield compared(f"exposed / torch DDP over {side}", ours - barrier, times[side] - barrier, target)
+    if "one all_reduce each" in times:
+        single = times["one all_reduce each"] - barrier
+        yield compared("exposed / one all_reduce each", ours - barrier, single, TINY)
+    yield compared("step / step with a barrier", ours, barrier, None)
+
+
+def compare(case: str, mpi: str, ours: np.ndarray, theirs: np.ndarray, target: float | None) -> Result:
+    """The ratio of the medians, and its quartiles by resampling the rounds: a difference may be near zero in one."""
+    picks = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
+    ratios = np.median(ours[picks], axis=1) / np.median(theirs[picks], axis=1)
+    a, b = statistics.median(ours), statistics.median(theirs)
+    low, high = np.percentile(ratios, [25, 75])
+    return Result(case, 2, mpi, a, b, "ms", a / b, float(low), float(high), len(ours), target)
 
 
 def groups_of(comm: mpdist.Communicator) -> dict[str, Any]:
@@ -226,37 +148,108 @@ def groups_of(comm: mpdist.Communicator) -> dict[str, Any]:
     return groups
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--models", default="", help="only cases whose name has this in it")
-    parser.add_argument("--json", type=Path, help="also write the lines there")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    comm = mpdist.init()
+def run_sides(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Result]:
+    """All models on this rank, every side in turn."""
     groups = groups_of(comm)
-    found = []
+    found: list[Result] = []
     for name, case in CASES.items():
         if options.models not in name:
             continue
         sides = sides_of(case, comm, groups, "tiny" in name)
-        times = measure(case, comm, sides, options.rounds)
-        found += lines_of(name, times)
-        told = sides["mpdist"].model.statistics()
+        found += results_of(name, mpi_name(), measure(case, comm, sides, options.rounds))
         if comm.rank == 0:
-            for line in [each for each in found if each.case == name]:
-                met = (
-                    ""
-                    if line.target is None
-                    else f"target {line.target:g} {'met' if line.ratio <= line.target else 'MISSED'}"
-                )
-                print(f"{name:26} {line.what:32} {line.ours_ms:9.2f} {line.theirs_ms:9.2f} ms {line.ratio:6.2f}  {met}")
-            print(f"{name:26} {told}", flush=True)
+            print(f"{name}: {sides['mpdist'].model.statistics()}", file=sys.stderr, flush=True)
         sides["mpdist"].model.close()
-    if comm.rank == 0 and options.json:
-        options.json.write_text("".join(json.dumps(line._asdict()) + "\n" for line in found))
     comm.barrier().wait()
     dist.destroy_process_group()
+    return found
+
+
+def run_hosts(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Result]:
+    """How much of the communication between hosts is hidden behind backward: of the smaller of the two."""
+    found: list[Result] = []
+    for name, case in CASES.items():
+        if options.models not in name or "tiny" in name:
+            continue
+        torch.manual_seed(0)
+        module = case.make()
+        side = Side(DistributedDataParallel(module, comm), module)
+        for number in range(3 + options.rounds):
+            side.step(case.batch(100 * comm.rank + number % 4))
+        steps = side.model.statistics(options.rounds).steps
+        hidden = np.array([1e3 * step.hidden for step in steps])
+        smaller = np.array([1e3 * min(step.communication, step.backward) for step in steps])
+        for each in (hidden, smaller):
+            comm.all_reduce(each, op="avg").wait()
+        what = "2 hosts, hidden communication / the smaller of communication and backward"
+        result = compare(f"{name}: {what}", mpi_name(), hidden, smaller, HIDDEN)
+        found.append(Result(**{**vars(result), "ranks": comm.size, "larger_is_better": True}))
+        if comm.rank == 0:
+            print(f"{name}: {side.model.statistics(options.rounds)}", file=sys.stderr, flush=True)
+        side.model.close()
+    return found
+
+
+def mpi_name() -> str:
+    from mpi4py import MPI
+
+    return MPI.get_vendor()[0]
+
+
+def worst(launches: list[list[Result]]) -> list[Result]:
+    """Of each case the launch with the worst ratio."""
+    return [max(same, key=lambda each: each.ratio) for same in zip(*launches, strict=True)]
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Start this script on 2 ranks, again and again, and on 2 hosts."""
+    command = [sys.executable, "-m", "mpdist", "run", "-n", "2", __file__]
+    results = worst([started(command, options, "sides") for _ in range(options.launches)])
+    tool = os.environ.get("MPDIST_FAKECLUSTER")
+    if tool:
+        results += on_two_hosts([tool, "--name", "mpdist-bench"], options)
+    show(results)
+    if options.json:
+        options.json.write_text(lines(results))
+
+
+def on_two_hosts(cluster: list[str], options: argparse.Namespace) -> list[Result]:
+    """One launch on two hosts of the fake cluster."""
+    family = "mpich" if mpi_name() == "MPICH" else "openmpi"
+    subprocess.run([*cluster, "up", "2", "--rate", "1gbit"], check=True, stdout=sys.stderr)
+    try:
+        variables = ["--env", "MPDIST_BENCH_SIDE=hosts", "--env", "OMP_NUM_THREADS=1"]
+        return started([*cluster, "run", "--mpi", family, *variables, "--", sys.executable, __file__], options, "hosts")
+    finally:
+        subprocess.run([*cluster, "down"], check=True, stdout=sys.stderr)
+
+
+def started(command: list[str], options: argparse.Namespace, side: str) -> list[Result]:
+    """The results of one launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results"
+        words = ["--rounds", str(options.rounds), "--models", options.models, "--json", str(path)]
+        environ = {**os.environ, "MPDIST_BENCH_SIDE": side, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, *words], check=True, env=environ)
+        return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--models", default="", help="only models whose name has this in it")
+    parser.add_argument("--json", type=Path, help="also write the lines there")
+    options = parser.parse_args()
+    side = os.environ.get("MPDIST_BENCH_SIDE")
+    if side is None:
+        launch(options)
+        return
+    torch.set_num_threads(1)
+    comm = mpdist.init()
+    results = (run_hosts if side == "hosts" else run_sides)(comm, options)
+    if comm.rank == 0:
+        options.json.write_text(lines(results))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Step:
         step: its number, from 1.
         total: from the end of the step before to the end of this one.
         compute: until backward was over: forward, backward, and whatever else the program did.
+        backward: the part of it in backward.
         communication: during which a message was under way.
         hidden: the part of it during backward.
         exposed: from the end of backward until all gradients were averaged.
@@ -40,6 +41,7 @@ class Step:
     step: int
     total: float
     compute: float
+    backward: float
     communication: float
     hidden: float
     exposed: float
@@ -116,6 +118,7 @@ class Clock:
                     step=self._number,
                     total=now - self._last,
                     compute=compute,
+                    backward=self._end - self._begin,
                     communication=covered(spans),
                     hidden=covered([(start, min(end, self._end)) for start, end in spans if start < self._end]),
                     exposed=now - self._end,
