@@ -1,4 +1,4 @@
-"""Groups: making and closing communicators without holding the event loop.
+"""Groups: making communicators without holding the event loop.
 
 MPI makes communicators in calls that block until all members have come. So the
 members first agree, step by step like any collective, and only when all are
@@ -143,13 +143,6 @@ class Arrival:
                 f"{self._token.tobytes().decode()}; the members must give the same ranks in the same order"
             )
         return True
-
-
-def close(transport: Transport, drained: Callable[[], bool], then: Callable[[], None]) -> Steps[None]:
-    """All members are done with the communicator."""
-    yield Until(drained)
-    yield transport.ibarrier()
-    then()
 
 
 class Until:

@@ -11,7 +11,7 @@ from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import groups
+from mpdist.algorithms import closing, groups
 from mpdist.comm.operation import Operations, operation
 from mpdist.errors import InvalidRank, UsageError
 from mpdist.progress.collective import Collective
@@ -90,6 +90,7 @@ class Groups(Operations):
         raise NotImplementedError
 
     name: str
+    ranks: tuple[int, ...]
 
     # ------------------------------------------------------------------ the end
 
@@ -115,15 +116,22 @@ class Groups(Operations):
     def _close(self) -> Work[None]:
         channel = self._channel
         closed = partial(self._closed, "it was closed", together=True)
-        work: Work[None] = channel.post("close", groups.close, str, lambda: not channel.unfinished(), closed)
+        work: Work[None] = channel.post("close", closing.close, str, channel, self._open_node(), closed)
         if not work.done():
             channel.refuse("close() was called")
         return work
 
+    def _open_node(self) -> closing.Node | None:
+        """Its communicator of the node, which is used through it, and closed with it."""
+        node = self._node
+        if node is None or node._channel.is_closed or node._channel.broken:
+            return None
+        return closing.Node(node._channel, [self.ranks.index(rank) for rank in node.ranks], node._close)
+
     def _closed(self, why: str, together: bool = False) -> None:
-        """Close it here; its communicator of the node, which is used through it, too."""
-        if self._node is not None:
-            self._node._closed(why, together)
+        """Close it here; its communicator of the node too, if that is not closed yet."""
+        if self._node is not None and not self._node._channel.is_closed:
+            self._node._closed(why)
         unclaimed = self._channel.inbox.unclaimed()
         if unclaimed:
             print(

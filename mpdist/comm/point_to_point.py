@@ -43,11 +43,12 @@ class PointToPoint(Operations):
             InvalidRank: no such rank.
         """
         # The latency path: what the general one does, without a Buffer. What is wrong raises before anything is posted,
-        # a strided array in mpi4py; then the general one says what.
+        # a strided array in mpi4py; then the general one says what. The first message to a member goes there too, where
+        # the member is noted.
         if type(x) is not ndarray or not type(dst) is type(tag) is int or (x.ndim != 1 and not x.flags.c_contiguous):
             return self._send(x, dst, tag)
         channel = self._channel
-        if dst not in channel.others or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > wire.PIECE_BYTES:
+        if dst not in channel.addressed or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > wire.PIECE_BYTES:
             return self._send(x, dst, tag)
         try:
             code = BY_DTYPE[x.dtype].code

@@ -61,7 +61,7 @@ class Channel:
         name: for texts, and the same on all members, so that ranks can speak about it.
         world_ranks: the members' ranks in the world.
         peers: the same without this rank.
-        others: the other members, numbered as here.
+        addressed: the members to which this one has sent, numbered as here.
         inbox: its messages and receives.
         sequence: number of collectives posted so far.
         recent: name and place of the last of them.
@@ -78,7 +78,7 @@ class Channel:
         self.rank = transport.rank
         self.size = transport.size
         self.world_ranks = tuple(world_ranks)
-        self.others = frozenset(range(self.size)) - {self.rank}
+        self.addressed: set[int] = set()
         self.peers = tuple(rank for place, rank in enumerate(self.world_ranks) if place != self.rank)
         self.max_tag = wire.max_tag(transport.max_tag)
         self.sequence = 0
@@ -235,6 +235,11 @@ class Channel:
         """All pending Works of this communicator, but its closing."""
         return [work for work in self.engine.pending() if work._channel is self and work.op != "close"]
 
+    def under_way(self) -> list[Work[Any]]:
+        """Works of this communicator with which MPI is not done, whatever became of them, but its closing."""
+        works: list[Work[Any]] = [*self.engine.active, *self.engine.later]
+        return [work for work in works if work._channel is self and work.op != "close" and _is_under_way(work)]
+
     def check_usable(self, op: str) -> None:
         """Raise ClosedError if a collective timed out or the order was broken here."""
         if self.broken:
@@ -254,9 +259,7 @@ class Channel:
                 engine.closed.append((self.name, self.world_ranks, self.sequence))
             if self.inbox in engine.listening:
                 engine.listening.remove(self.inbox)
-            for work in [*self.inbox.box.waiting(), *self._queue]:
-                work._desert(ClosedError(f"{work.describe()} ended, because the communicator was closed: {why}"))
-            self._queue.clear()
+            self.end_waiting(why)
         if self.team is not None:
             self.team.close(together)
             self.team = None
@@ -264,6 +267,12 @@ class Channel:
             self.transport.free()
         self.refuse(why)
         engine.flush()
+
+    def end_waiting(self, why: str) -> None:
+        """Receives that no message has met, and collectives that have not begun, end with ClosedError."""
+        for work in [*self.inbox.box.waiting(), *self._queue]:
+            work._desert(ClosedError(f"{work.describe()} ended, because the communicator was closed: {why}"))
+        self._queue.clear()
 
     def refuse(self, why: str) -> None:
         """Refuse further use, for this reason."""
@@ -279,6 +288,10 @@ class Channel:
     @property
     def is_closed(self) -> bool:
         return False
+
+
+def _is_under_way(work: Work[Any]) -> bool:
+    return not work._done or getattr(work, "_request", None) is not None
 
 
 class ClosedChannel(Channel):

@@ -7,6 +7,7 @@ write into the receiver's buffer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.memory import as_buffer
@@ -52,6 +53,7 @@ class Inbox:
         self.probing = (self.improbe, *self.any_message, *self.envelope)
         self._in_pieces: dict[tuple[int, int], Incoming] = {}
         self._probed: set[Incoming] = set()
+        self._all_came_of: set[int] = set()
 
     # ------------------------------------------------------------------ receives
 
@@ -155,8 +157,8 @@ class Inbox:
         code = mpi_tag & wire.CODE_MASK
         tag = mpi_tag >> wire.CODE_BITS
         self.engine.credit -= message_credit(nbytes)
-        if code == wire.PIECE:
-            self._add_piece(handle, src, tag, nbytes)
+        if code >= wire.PIECE:
+            self._add(handle, src, tag, nbytes, code)
             return
         incoming = Incoming(handle, src, tag, code, nbytes)
         if wire.ARRAY_IN_PIECES <= code < wire.OBJECT:
@@ -183,7 +185,12 @@ class Inbox:
         incoming.parts = []
         self._in_pieces[incoming.src, incoming.tag] = incoming
 
-    def _add_piece(self, handle: Any, src: int, tag: int, nbytes: int) -> None:
+    def _add(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
+        """A piece of a message that has come before, or the last of its sender."""
+        if code == wire.LAST:
+            handle.Recv([bytearray(), 0, self.channel.byte])
+            self._all_came_of.add(src)
+            return
         incoming = self._in_pieces[src, tag]
         assert incoming.parts is not None
         incoming.parts.append((handle, nbytes))
@@ -219,6 +226,23 @@ class Inbox:
         return [message.describe() for message in [*self.box.unclaimed(), *self._probed]]
 
     # ------------------------------------------------------------------ end
+
+    def has_all_of(self, senders: frozenset[int]) -> bool:
+        """Take what has arrived; whether these members have said their last, so that all of theirs has come."""
+        for _ in range(POLL_MESSAGES):
+            if senders <= self._all_came_of or (handle := self.improbe(*self.any_message)) is None:
+                break
+            self.arrived(handle)
+        return senders <= self._all_came_of
+
+    def take_unclaimed(self) -> Iterator[tuple[int, Any, int]]:
+        """Source, MPI's message and size of what nobody has received and MPI still has; it stays listed."""
+        for message in [*self.box.unclaimed(), *self._probed]:
+            whole = [] if message.handle is None else [(message.handle, message.nbytes)]
+            parts = message.parts or []
+            message.handle = message.parts = None
+            for handle, nbytes in whole + parts:
+                yield message.src, handle, nbytes
 
     def close(self) -> None:
         """Refuse further receives."""

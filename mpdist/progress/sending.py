@@ -27,8 +27,10 @@ INLINE_OBJECT_BYTES = 64 * 1024
 
 def send(channel: Channel, buffer: Buffer, dst: int, tag: int) -> Work[None]:
     """Post an array; the arguments are checked."""
-    if dst == channel.rank:
-        return _send_to_self(channel, buffer, tag)
+    if dst not in channel.addressed:
+        if dst == channel.rank:
+            return _send_to_self(channel, buffer, tag)
+        channel.addressed.add(dst)
     nbytes = buffer.nbytes
     if nbytes > wire.PIECE_BYTES:
         head = wire.pack_size(nbytes)
@@ -49,6 +51,7 @@ def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) 
         incoming = Incoming(None, dst, tag, wire.OBJECT, sum(frame.nbytes for frame in frames))
         incoming.result = Message(decode(copies), dst, tag, 1, incoming.nbytes, None)
         return _deliver_to_self(channel, incoming)
+    channel.addressed.add(dst)
     if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
         head = wire.pack_frames(frames, inline=True)
         request = channel.isend([head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.OBJECT))

@@ -21,6 +21,7 @@ ARRAY_IN_PIECES = 32  # + element code: the message holds the array's nbytes, th
 OBJECT = 64  # a pickle, then its out-of-band buffers, in one message
 OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs
 PIECE = 66  # a part of the last message with pieces of the same source and tag
+LAST = 67  # empty: its sender closes the communicator, and nothing follows
 
 # Open MPI refuses messages of 2**31 bytes and more.
 PIECE_BYTES = 2**30

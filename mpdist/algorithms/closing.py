@@ -1,0 +1,90 @@
+"""Closing: the members of a communicator part, and leave no message behind in it.
+
+MPICH gives the number of a freed communicator to the next one, which would receive
+what nobody has received here. MPI keeps the messages between two ranks in order, so
+an empty last one, to every member that a rank has ever sent to, proves that all its
+earlier ones have come. Who sends it to whom is exchanged beside it: a byte for each
+pair of members, and no message between those that never spoke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.algorithms.groups import Until
+from mpdist.memory import as_buffer
+from mpdist.progress import wire
+from mpdist.progress.collective import Steps
+from mpdist.progress.receive import Receive
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.work import Work
+    from mpdist.transport.mpi import Request, Transport
+
+# What a member tells each other one.
+SAYS_LAST = 1
+HAS_NODE = 2
+
+
+@dataclass(frozen=True)
+class Node:
+    """A communicator of the members on this node, to be closed together with the whole.
+
+    Attributes:
+        members: their ranks in the whole.
+        close: posts its closing.
+    """
+
+    channel: Channel
+    members: Collection[int]
+    close: Callable[[], Work[None]]
+
+
+def close(transport: Transport, channel: Channel, node: Node | None, then: Callable[[], None]) -> Steps[None]:
+    """All members are done with the communicator.
+
+    Receives that wait end with ClosedError, for nothing can come any more; messages that nobody has received are
+    taken from MPI, and stay listed in the inbox.
+
+    Args:
+        node: None where there is none, or where it cannot be used.
+    """
+    last = [_say_last(channel, peer) for peer in channel.addressed]
+    told, heard = np.zeros((2, transport.size), np.uint8)
+    told[list(channel.addressed)] = SAYS_LAST
+    if node is not None:
+        told |= HAS_NODE
+    yield transport.iall_to_all(as_buffer(told), as_buffer(heard))
+    senders = frozenset(np.flatnonzero(heard & SAYS_LAST).tolist())
+    yield Until(partial(channel.inbox.has_all_of, senders))
+    channel.end_waiting("it was closed")
+    yield transport.together(last)
+    yield Until(lambda: not any(isinstance(work, Receive) for work in channel.under_way()))
+    yield from _drop_unclaimed(channel)
+    yield Until(lambda: not channel.under_way())
+    if node is not None and all(heard[rank] & HAS_NODE for rank in node.members):
+        yield from _close_node(node)
+    then()
+
+
+def _say_last(channel: Channel, peer: int) -> Request:
+    return channel.transport.isend([b"", 0, channel.byte], peer, wire.wire_tag(0, wire.LAST))
+
+
+def _drop_unclaimed(channel: Channel) -> Steps[None]:
+    """Receive what nobody has received: large messages are still with their senders, which wait."""
+    for src, handle, nbytes in channel.inbox.take_unclaimed():
+        scratch = np.empty(nbytes, np.uint8)
+        yield handle.Irecv([scratch, nbytes, channel.byte])
+        channel.ring(src)
+
+
+def _close_node(node: Node) -> Steps[None]:
+    yield Until(lambda: all(work.done() for work in node.channel.collectives))
+    yield Until(node.close().done)

@@ -1,0 +1,88 @@
+"""Closing: no message stays in a communicator, whoever has sent it, and however large it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpdist import Communicator
+from mpdist.progress import wire
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+SIZES = (0, 1, 300, 300_000)  # the last waits with its sender until it is received
+
+
+def after(comm: Communicator) -> int:
+    return (comm.rank + 1) % comm.size
+
+
+async def leave_messages(comm: Communicator, mark: int) -> int:
+    """Send messages that nobody receives, as a large one waits, and close; returns their number."""
+    async with comm.dup() as part:
+        works = [part.send(np.full(count, mark), after(part), 7) for count in SIZES]
+        works.append(part.send_object(mark, after(part), 7))
+        works.append(part.send_object(np.full(100_000, mark), after(part), 7))
+    assert all(work.done() and work.exception() is None for work in works)
+    assert part._channel.under_way() == []
+    return len(works)
+
+
+async def test_a_message_that_nobody_received_never_meets_the_next_communicator(comm: Communicator) -> None:
+    """MPICH gives the next one the number of the last."""
+    for turn in range(5):
+        await leave_messages(comm, turn)
+    async with comm.dup() as part:
+        await part.send(np.full(3, -1), after(part), 7)
+        assert (await part.recv(tag=7)).data.tolist() == [-1] * 3
+        await part.barrier()
+        assert part._channel.inbox.unclaimed() == []
+
+
+async def test_all_messages_that_nobody_received_are_reported(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    number = await leave_messages(comm, 1)
+    told = capfd.readouterr().err
+    for word in (f"rank {comm.rank}", f"{number} messages that nobody received", "int64 x 300 from", "tag 7"):
+        assert word in told, told
+
+
+async def test_pieces_and_a_probed_message_are_dropped_too(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with comm.dup() as part:
+        probe = part.probe(tag=1)
+        await part.send(np.zeros(3), after(part), 1)
+        assert (await probe).count == 3
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "PIECE_BYTES", 400_000)
+            works = [part.send(np.zeros(100_000), after(part), 2)]
+            await part.barrier()
+    assert all(work.done() for work in works)
+    assert "2 messages that nobody received" in capfd.readouterr().err
+    async with comm.dup() as part:
+        await part.barrier()
+        assert part._channel.inbox.unclaimed() == []
+
+
+async def test_a_communicator_of_the_node_is_left_empty_too(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with comm.dup() as part:
+        await part.node.send(np.zeros(5), after(part.node), 3)
+    assert "float64 x 5" in capfd.readouterr().err
+    async with comm.dup() as part, part.subgroup(part.node.ranks) as other:
+        await other.send(np.ones(1), after(other), 3)
+        assert (await other.recv(tag=3)).data == [1]
+
+
+async def test_only_members_that_have_spoken_are_heard_of(comm: Communicator) -> None:
+    part = await comm.dup()
+    if part.rank == 0:
+        await part.send(np.zeros(1), part.size - 1)
+    if part.rank == part.size - 1:
+        await part.recv()
+    assert part._channel.addressed == ({part.size - 1} if part.rank == 0 < part.size - 1 else set())
+    await part.close()
+    assert part._channel.inbox._all_came_of == ({0} if part.rank == part.size - 1 > 0 else set())
