@@ -207,7 +207,7 @@ def launch(options: argparse.Namespace) -> None:
     results = worst([started(command, options, "sides") for _ in range(options.launches)])
     tool = os.environ.get("MPDIST_FAKECLUSTER")
     if tool:
-        results += on_two_hosts([tool, "--name", "mpdist-bench"], options)
+        results += on_two_hosts([tool, "--name", "ddpbench"], options)
     show(results)
     if options.json:
         options.json.write_text(lines(results))

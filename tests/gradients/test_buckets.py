@@ -16,6 +16,13 @@ def test_array_is_never_cut() -> None:
     assert assign_buckets([4, 100, 4], ["f"] * 3, [0, 1, 2], 8) == [[0, 1], [2]]
 
 
+def test_buckets_get_smaller_towards_the_end() -> None:
+    mib = 1024**2
+    buckets = assign_buckets([mib // 4] * 48, ["f"] * 48, range(48), 8 * mib)
+    assert [len(bucket) / 4 for bucket in buckets] == [3, 2.25, 1.75, 1.25, 1, 1, 1, 0.75]
+    assert [len(bucket) for bucket in assign_buckets([mib] * 48, ["f"] * 48, range(48), 8 * mib)][:3] == [8, 8, 8]
+
+
 def test_types_are_not_mixed_and_buckets_start_in_the_order_in_which_they_become_full() -> None:
     assert assign_buckets([4, 4, 4, 4], ["f", "d", "f", "d"], [0, 1, 2, 3], 100) == [[0, 2], [1, 3]]
     assert assign_buckets([4, 4, 4, 4], ["f", "d", "d", "f"], [0, 1, 2, 3], 100) == [[1, 2], [0, 3]]
