@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _END_SECONDS = 0.5
 
 _left: list[object] = []
-"""Sends that were not complete at the end; MPI may still read them."""
+"""What was not complete at the end; MPI may still read it."""
 
 
 class Mail:
@@ -52,9 +52,21 @@ class Mail:
         self._sending = [(request, letter) for request, letter in self._sending if not request.Test()]
 
     def close(self) -> None:
-        """Complete the sends; those that can't be are left as they are."""
+        """Complete the sends, and take what others still send until all have come here.
+
+        UCX warns of letters that nobody has taken. What can't be completed is left as it is.
+        """
         end = time.monotonic() + _END_SECONDS
-        while self._sending and time.monotonic() < end:
+        everyone: Request | None = None
+        while time.monotonic() < end:
+            for _ in self.received():
+                pass
             self.settle()
+            if not self._sending and everyone is None:
+                everyone = self._transport.ibarrier()
+            if everyone is not None and everyone.Test():
+                break
             time.sleep(0.001)
-        _left.extend(self._sending)
+        for _ in self.received():
+            pass
+        _left.extend([*self._sending, everyone])
