@@ -11,7 +11,7 @@ from mpdist.torch import sparse, uneven
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.group import Group
 from mpdist.torch.options import only, only_list, root_of
-from mpdist.torch.reductions import name_of, reduce_op, reduction_of
+from mpdist.torch.reductions import Reduction, name_of, reduce_op, reduction_of
 from mpdist.torch.staging import Finish, as_bytes, is_known, joined, readable, room_for, writable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Collectives(Group):
 
     def _reduce_in(self, room: Tensor, op: Any, opts: Any, outputs: Tensors, finish: Finish | None) -> TorchWork:
         """All-reduce contiguous memory; then what brings it to where it belongs."""
-        reduction = reduction_of(op, room.dtype)
+        reduction = reduction_of(op, outputs[0].dtype)  # not that of the room, which may be bytes
         posted = self._comm.all_reduce(room, reduction.op)
         return self._hand(posted, opts, outputs, self._after(reduction.then, room, finish))
 
@@ -82,19 +82,19 @@ class Collectives(Group):
         """Reduce a list of tensors, one for each rank, whose sizes may differ; each rank keeps its own."""
         out = only(outputs, "reduce_scatter")
         blocks = only_list(inputs, "reduce_scatter", self._size)
+        reduction = _scatter_reduction(opts, out, blocks)
         if len({block.numel() for block in blocks}) == 1:
-            return self._scatter_sum(out, joined(blocks), opts, blocks)
-        reduction = reduction_of(reduce_op(opts), out.dtype)
+            return self._scatter_sum(out, joined(blocks), reduction, opts, blocks)
         room, finish = writable(out)
         posted = self._comm.reduce_scatter([readable(block) for block in blocks], reduction.op, out=room)
         return self._hand(posted, opts, [out], self._after(reduction.then, room, finish), blocks)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
         """The same, of one tensor, `size` times as large as the output."""
-        return self._scatter_sum(output, readable(input), opts, [input])
+        reduction = _scatter_reduction(opts, output, [input])
+        return self._scatter_sum(output, readable(input), reduction, opts, [input])
 
-    def _scatter_sum(self, out: Tensor, x: Tensor, opts: Any, inputs: Tensors) -> TorchWork:
-        reduction = reduction_of(reduce_op(opts), out.dtype)
+    def _scatter_sum(self, out: Tensor, x: Tensor, reduction: Reduction, opts: Any, inputs: Tensors) -> TorchWork:
         room, finish = writable(out)
         if uneven.overlaps(x, room):
             x = x.clone()
@@ -175,3 +175,11 @@ class Collectives(Group):
     def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
         """Done when all ranks have called it."""
         return self._hand(self._comm.barrier(), opts)
+
+
+def _scatter_reduction(opts: Any, out: Tensor, inputs: Tensors) -> Reduction:
+    """How blocks are reduced into `out`. Their types are compared here: of bytes nobody could tell them."""
+    for tensor in inputs:
+        if tensor.dtype is not out.dtype:
+            raise WrongCall(f"reduce_scatter: x is {tensor.dtype}, out is {out.dtype}; they must be of the same type")
+    return reduction_of(reduce_op(opts), out.dtype)

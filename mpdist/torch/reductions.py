@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from mpdist.memory import ReduceOp as OwnOp
 from mpdist.memory import premul_sum
 from mpdist.torch.errors import WrongCall
+from mpdist.torch.staging import is_known
 
 Kind = ReduceOp.RedOpType
 
@@ -66,10 +67,10 @@ def reduce_op(opts: Any) -> Any:
 
 
 def name_of(op: Any, dtype: torch.dtype) -> str | OwnOp | None:
-    """mpdist's op where the communicator does all of it, else None."""
+    """mpdist's op where the communicator does all of it, else None; it refuses types that it does not know."""
     if op == SUM and dtype is not _BOOL:
         return "sum"
-    reduction = reduction_of(op, dtype)
+    reduction = _translated(op, dtype)
     return reduction.op if reduction.then is None else None
 
 
@@ -77,8 +78,16 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
     """How tensors of this type are reduced.
 
     Raises:
-        WrongCall: the op has no meaning for the type.
+        WrongCall: the type is only moved, or the op has no meaning for it.
     """
+    if not is_known(dtype):
+        raise WrongCall(
+            f"tensors of {dtype} are moved, not reduced: cast them to a type of 16 bits or more, or to complex64"
+        )
+    return _translated(op, dtype)
+
+
+def _translated(op: Any, dtype: torch.dtype) -> Reduction:
     kind = getattr(op, "op", op)
     if kind == _PREMUL_SUM:
         return Reduction(premul_sum(_factor(op, dtype)))

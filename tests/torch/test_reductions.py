@@ -14,6 +14,7 @@ from torch_support.values import (
     FLOATS,
     INTEGERS,
     REDUCIBLE,
+    TINY,
     assert_same,
     everyone,
     numbers,
@@ -153,6 +154,31 @@ def test_what_has_no_meaning_is_refused(group: dist.ProcessGroup) -> None:
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x.item() == group.size()
+
+
+@pytest.mark.parametrize("dtype", [*TINY, torch.complex32], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_what_is_only_moved_is_refused_in_every_form(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size = group.size()
+    out, x = torch.zeros(2, dtype=dtype), torch.zeros(2 * size, dtype=dtype)
+    octets = torch.zeros(2 * size * dtype.itemsize, dtype=torch.uint8)
+    uneven = [torch.zeros(3 + each, dtype=dtype) for each in range(size)]
+    for refused in (
+        lambda: group.allreduce([x]),  # dist.all_reduce makes real numbers of complex ones
+        lambda: group.allreduce([x], ReduceOp.AVG),
+        lambda: group.allreduce([strided(x)]),
+        lambda: group.allreduce_coalesced([x, x.clone()]),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.reduce_scatter_tensor(out, x),
+        lambda: dist.reduce_scatter_tensor(out, octets),
+        lambda: dist.reduce_scatter_tensor(octets[: 2 * dtype.itemsize], x),
+        lambda: dist.reduce_scatter(out, list(x.chunk(size))),
+        lambda: dist.reduce_scatter(uneven[group.rank()].clone(), uneven),
+    ):
+        with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):
+            refused()
+    dist.all_reduce(total := torch.ones(1))
+    assert total.item() == size
 
 
 def test_integers_of_all_sizes_are_averaged_as_torch_does(group: dist.ProcessGroup) -> None:
