@@ -2,9 +2,12 @@
 
 Pages exist only while a block covers them: they are reserved before use, for a
 write to memory that a full file system cannot give is a SIGBUS, and given back
-when the block goes. A block goes when the last array on it does, which may happen
-in any thread and inside any line, also of this file: so freeing only notes the
-block down, and waits for no lock.
+when the block goes. A file without a name is in no file system that could be full:
+the system would kill a process instead, so what is left is looked at before.
+
+A block goes when the last array on it does, which may happen in any thread and
+inside any line, also of this file: so freeing only notes the block down, and waits
+for no lock.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import sys
 import threading
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from operator import index
 from typing import Any
@@ -25,11 +28,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mpdist.errors import UsageError
+from mpdist.memory.available import has_room
 from mpdist.memory.elements import Array
 
 PAGE_BYTES = mmap.PAGESIZE
 # Blocks begin on lines of their own, so that two writers never share one.
 LINE_BYTES = 64
+# From here on looking how much memory is left costs little beside taking it.
+LARGE_BYTES = 4 * 1024**2
+# Other processes take memory at the same time, so that it is looked at again after so much.
+PIECE_BYTES = 64 * 1024**2
+# Not taken, so that the next small thing that somebody needs is still there.
+SPARE_BYTES = 64 * 1024**2
 
 
 def _rounded(nbytes: int, unit: int) -> int:
@@ -75,11 +85,12 @@ class Arena:
         nbytes: how much address space there is; pages exist only where blocks are.
     """
 
-    def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
+    def __init__(self, descriptor: int, memory: mmap.mmap, has_room: Callable[[int], bool] = has_room) -> None:
         self.memory = memory
         self.nbytes = len(memory)
         self.address = address_of(memory)
         self._descriptor = descriptor
+        self._has_room = has_room
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # start and end, sorted, never touching
@@ -93,14 +104,13 @@ class Arena:
             offset = self._take(size)
             if offset is None:
                 return None
+            is_reserved = False
             try:
-                os.posix_fallocate(self._descriptor, offset, size)
-            except OSError as error:
-                self._put(offset, offset + size)
-                if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                    return None
-                raise
-        return Block(self, offset, size)
+                is_reserved = self._reserve(offset, offset + size)
+            finally:
+                if not is_reserved:
+                    self._leave(offset, size)
+        return Block(self, offset, size) if is_reserved else None
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array | None:
         """A new array, not initialised; None where there is no memory for it.
@@ -149,9 +159,7 @@ class Arena:
 
     def _take_back(self) -> None:
         while self._returned:
-            offset, nbytes = self._returned.popleft()
-            start, end = self._put(offset, offset + nbytes)
-            self._discard(max(start, offset - PAGE_BYTES), min(end, offset + nbytes + PAGE_BYTES))
+            self._leave(*self._returned.popleft())
 
     def _take(self, size: int) -> int | None:
         """First fit; blocks of whole pages begin on a page."""
@@ -163,6 +171,24 @@ class Arena:
             self._free[place : place + 1] = [hole for hole in rest if hole[0] < hole[1]]
             return begin
         return None
+
+    def _reserve(self, start: int, end: int) -> bool:
+        """Take the pages from the system, piece by piece; False where there are too few, with some of them taken."""
+        for begin in range(start, end, PIECE_BYTES):
+            if end - begin >= LARGE_BYTES and not self._has_room(end - begin + SPARE_BYTES):
+                return False
+            try:
+                os.posix_fallocate(self._descriptor, begin, min(PIECE_BYTES, end - begin))
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    return False
+                raise
+        return True
+
+    def _leave(self, offset: int, nbytes: int) -> None:
+        """Make a hole of it, and give back the pages that lie in holes only."""
+        start, end = self._put(offset, offset + nbytes)
+        self._discard(max(start, offset - PAGE_BYTES), min(end, offset + nbytes + PAGE_BYTES))
 
     def _put(self, start: int, end: int) -> tuple[int, int]:
         """Add a hole and join it with its neighbours; returns the joined one."""

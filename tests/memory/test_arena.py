@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mpdist.errors import UsageError
 from mpdist.memory import as_buffer
-from mpdist.memory.arena import LINE_BYTES, PAGE_BYTES, Arena, Block
+from mpdist.memory.arena import LARGE_BYTES, LINE_BYTES, PAGE_BYTES, PIECE_BYTES, SPARE_BYTES, Arena, Block
 from mpdist.transport.neighbours import Neighbours
 from mpdist.transport.sharing import nameless_file
 
@@ -302,6 +302,25 @@ def test_a_full_file_system_gives_none_and_no_fault(small_folder: Path) -> None:
     assert all((array == 1).all() for array in arrays)
     del arrays, again, x
     os.close(file.descriptor)
+
+
+def test_more_than_the_machine_has_left_is_not_taken() -> None:
+    asked = []
+
+    def has_room(nbytes: int) -> bool:
+        asked.append(nbytes - SPARE_BYTES)
+        return len(asked) < 3
+
+    descriptor, path = nameless_file(1 << 30)
+    assert path == ""
+    arena = Arena(descriptor, mmap.mmap(descriptor, 1 << 30), has_room)
+    assert arena.allocate(LARGE_BYTES - PAGE_BYTES) is not None
+    assert asked == []
+    assert arena.allocate(4 * PIECE_BYTES) is None  # others have taken the rest meanwhile
+    assert asked == [4 * PIECE_BYTES, 3 * PIECE_BYTES, 2 * PIECE_BYTES]
+    assert arena.used_bytes == 0
+    assert os.fstat(descriptor).st_blocks == 0
+    os.close(descriptor)
 
 
 def test_a_private_array_takes_its_place_and_that_is_said_once(
