@@ -116,6 +116,7 @@ class Control(threading.Thread):
         self._moves = -1
         self._quiet_since = 0.0
         self._stuck_told = False
+        self._hint_given = False
         engine.on_limit = self._limit_changed
 
     # ------------------------------------------------------------------ from other threads
@@ -234,8 +235,12 @@ class Control(threading.Thread):
             handler = next((self.handlers[key] for key in letter if key in self.handlers), None)
             if handler is None:
                 self._unhandled.append((sender, letter))
-            else:
+                continue
+            try:
                 handler(sender, letter)
+            except Exception:  # of one letter: all waits depend on this thread
+                print(f"mpdist: rank {self._rank}: a letter of rank {sender} is dropped:", file=sys.stderr)
+                traceback.print_exc()
 
     def _send_posted(self, mail: Mail) -> None:
         while self._outbox:
@@ -344,7 +349,7 @@ class Control(threading.Thread):
             return
         self._quiet_since = now
         seen = waits(self._engine)
-        waiters = [*seen.surely, *seen.together]
+        waiters = [*seen.surely, *seen.together, *seen.perhaps]
         operations = [operation_of(waiter.work, waiter.place) for waiter in waiters if waiter.work.limit is None]
         asked = {peer for operation in operations for peer in operation.peers} & self.finished.keys()
         if asked:
@@ -364,6 +369,12 @@ class Control(threading.Thread):
         if found is not None:
             self._stuck_told = True
             self._on_stuck(diagnosis.stuck_text(self._rank, *found, finished))
+            return
+        perhaps = [operation_of(each.work, each.place) for each in seen.perhaps if _is_endless(each.work)]
+        found = diagnosis.stuck(perhaps, [], finished)
+        if found is not None and not self._hint_given:
+            self._hint_given = True
+            print(f"mpdist: {diagnosis.hint_text(self._rank, *found, finished)}", file=sys.stderr, flush=True)
 
 
 def _is_endless(work: Work[Any]) -> bool:

@@ -332,6 +332,11 @@ def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: 
     return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}{instead}"
 
 
+def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:
+    """The same, where the wait may yet end."""
+    return f"{stuck_text(rank, operation, ranks, finished)}; it goes on only if another of its tasks ends that wait"
+
+
 def _offers(operation: Operation, states: Sequence[ChannelState]) -> str:
     """What the finished ranks send or receive, where it is not what is waited for."""
     if operation.kind is Kind.COLLECTIVE:

@@ -14,20 +14,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpdist.debug.lines import describe, is_users, outward
 from mpdist.progress.collective import Collective
 from mpdist.progress.engine import Engine
+from mpdist.progress.mailbox import ANY
+from mpdist.progress.receive import Receive
+from mpdist.progress.sendrecv import SendReceive
+from mpdist.progress.work import Work
 from mpdist.runtime import finish
+from mpdist.runtime.outside import has_events, has_threads, has_timers
 from mpdist.runtime.watch import snapshot
-
-if TYPE_CHECKING:
-    from mpdist.progress.work import Work
 
 _WAIT = Engine.drive_while.__code__
 _DRAINING = (finish.drain.__code__, finish.agree.__code__)
 _PARK = f"{Engine.park.__qualname__}.<locals>.wake"
+_FORGET = f"{Work.forget.__qualname__}.<locals>.<lambda>"
 
 # asyncio's modules in which a task waits for other tasks only, but for the functions that wait for the clock.
 _FOR_TASKS = ("asyncio/taskgroups.py", "asyncio/locks.py", "asyncio/queues.py", "asyncio/tasks.py")
@@ -51,12 +54,14 @@ class Waits:
     """What this process waits for.
 
     Attributes:
-        surely: waits that nothing but their operation ends: of the main task or thread, or in a collective.
-        together: where no task waits for anything but operations and other tasks: all those operations.
+        surely: waits that nothing but their operation ends: in the main thread, or in what can't be withdrawn.
+        together: where nothing but operations can set a task going: all of them for which anybody waits.
+        perhaps: a receive of the main task, where another task may withdraw it.
     """
 
     surely: list[Waiter] = field(default_factory=list)
     together: list[Waiter] = field(default_factory=list)
+    perhaps: list[Waiter] = field(default_factory=list)
 
 
 def place(engine: Engine) -> str:
@@ -103,24 +108,49 @@ def waits(engine: Engine) -> Waits:
     """For which operations this process waits, and what could end that."""
     found = Waits()
     frames = sys._current_frames()
-    main = _main_thread()
     for thread, frame in frames.items():
         waiter = _waiting_thread(frame)
-        if waiter is not None and (thread == main or isinstance(waiter.work, Collective)):
+        if waiter is not None and _is_endless_in(thread, waiter.work):
             found.surely.append(waiter)
     loop = _running_loop(engine)
     if loop is None or asyncio.current_task(loop) is not None:
         return found
     tasks = _Tasks(engine, loop)
     main_task = _main_task(frames.get(engine._loop_thread))
-    if not tasks.works or (main_task is not None and tasks.has_deadline(main_task)):
+    if not tasks.listened or (main_task is not None and tasks.has_deadline(main_task)) or has_timers(loop):
         return found
     for task, work in tasks.works.items():
-        if not tasks.has_deadline(task) and (task is main_task or isinstance(work, Collective)):
+        if not tasks.has_deadline(task) and (isinstance(work, Collective) or (task is main_task and _is_owed(work))):
             found.surely.append(Waiter(work, _line(task)))
-    if not any(tasks.may_go_on(task) for task in tasks.all):
-        found.together = [Waiter(work, _line(task)) for task, work in tasks.works.items()]
+    if not tasks.may_be_set_going(has_threads(engine._loop_thread)):
+        found.together = tasks.waiters(main_task)
+    elif main_task in tasks.works and not _may_come_from_here(tasks.works[main_task]):
+        found.perhaps = [Waiter(tasks.works[main_task], _line(main_task))]
     return found
+
+
+def _is_endless_in(thread: int, work: Work[Any]) -> bool:
+    """Whether nothing but the operation ends the thread's wait for it."""
+    if isinstance(work, Collective):
+        return True
+    return thread == _main_thread() and not (_may_come_from_here(work) and has_threads(thread))
+
+
+def _receive_of(work: Work[Any]) -> Receive | None:
+    """What it still has to receive."""
+    part = work._receive if isinstance(work, SendReceive) else work
+    return part if isinstance(part, Receive) and not part.done() else None
+
+
+def _is_owed(work: Work[Any]) -> bool:
+    """Whether the job can't end without it, even if nobody waits for it any more."""
+    return _receive_of(work) is None
+
+
+def _may_come_from_here(work: Work[Any]) -> bool:
+    """Whether it is a receive of any rank's message, this one's too."""
+    receive = _receive_of(work)
+    return receive is not None and receive.src == ANY
 
 
 def _main_thread() -> int:
@@ -173,12 +203,14 @@ class _Tasks:
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self.all = [task for task in asyncio.all_tasks(loop) if not task.done()]
-        by_future = _parked(snapshot(engine))
+        by_future, self.listened = _parked(snapshot(engine))
         self.works: dict[asyncio.Task[Any], Work[Any]] = {}
         for task in self.all:
             work = by_future.get(_future_of(task))
             if work is not None:
                 self.works[task] = work
+        self._engine = engine
+        self._loop = loop
 
     @cached_property
     def _limited(self) -> set[asyncio.Task[Any]]:
@@ -188,38 +220,63 @@ class _Tasks:
         """Whether an asyncio timeout will end its wait."""
         return task in self._limited
 
-    def may_go_on(self, task: asyncio.Task[Any]) -> bool:
-        """Whether something else than operations and other tasks may wake it."""
+    def waiters(self, first: asyncio.Task[Any] | None) -> list[Waiter]:
+        """Who waits for the operations that anybody waits for, this task first; callbacks have no line."""
+        lines = {work: _line(task) for task, work in self.works.items()}
+        head = self.works.get(first) if first is not None else None
+        ordered = sorted(self.listened, key=lambda work: work is not head)
+        return [Waiter(work, lines.get(work, "")) for work in ordered]
+
+    def may_be_set_going(self, has_threads: bool) -> bool:
+        """Whether something else than operations may wake a task, or bring what one receives."""
+        if has_threads and any(_may_come_from_here(work) for work in self.listened):
+            return True
+        is_open = has_threads or has_events(self._engine, self._loop)
+        return any(self._may_go_on(task, is_open) for task in self.all)
+
+    def _may_go_on(self, task: asyncio.Task[Any], is_open: bool) -> bool:
+        """Whether something else than operations and other tasks may wake it.
+
+        Args:
+            is_open: something may touch the lock, queue or event that it waits for, if it does.
+        """
         if self.has_deadline(task):
             return True
-        if task in self.works:
-            return False
         future = _future_of(task)
-        if isinstance(future, asyncio.Task) or type(future).__name__ == "_GatheringFuture":
+        if task in self.works or isinstance(future, asyncio.Task):
             return False
         chain = list(_awaited(task))
+        parts = getattr(future, "_children", None) or (chain[-1].f_locals.get("fs") if chain else None)
+        if parts:  # of gather, or of asyncio.wait
+            return is_open and not all(isinstance(part, asyncio.Task | Work) for part in parts)
         code = chain[-1].f_code if chain else None
-        return code is None or code.co_name in _FOR_THE_CLOCK or not code.co_filename.endswith(_FOR_TASKS)
+        if code is None or code.co_name in _FOR_THE_CLOCK or not code.co_filename.endswith(_FOR_TASKS):
+            return True
+        return is_open and not code.co_filename.endswith("asyncio/taskgroups.py")
 
 
 def _future_of(task: asyncio.Task[Any]) -> object:
     return getattr(task, "_fut_waiter", None)
 
 
-def _parked(works: Iterable[Work[Any]]) -> dict[object, Work[Any]]:
-    """The futures that tasks wait on in Engine.park -> the operation that ends the wait."""
+def _parked(works: Iterable[Work[Any]]) -> tuple[dict[object, Work[Any]], list[Work[Any]]]:
+    """The futures that tasks wait on in Engine.park -> the operation that ends the wait; all that call anybody back."""
     found: dict[object, Work[Any]] = {}
-    queue: list[Any] = list(works)
+    listened: dict[Work[Any], None] = {}
+    queue = list(works)
     while queue:
         work = queue.pop()
         for fn, _, _ in list(work._callbacks or ()):
-            whole = getattr(fn, "__self__", None)  # a sendrecv, which waits for its parts
-            if getattr(fn, "__qualname__", "") == _PARK:
+            whole = getattr(fn, "__self__", None)
+            name = getattr(fn, "__qualname__", "")
+            if isinstance(whole, Work):  # a sendrecv, which waits for its parts
+                queue.append(whole)
+            elif name != _FORGET:
+                listened[work] = None
+            if name == _PARK:
                 cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
                 found[cells["waiter"].cell_contents] = work
-            elif hasattr(whole, "_callbacks"):
-                queue.append(whole)
-    return found
+    return found, list(listened)
 
 
 def _limited_tasks(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:

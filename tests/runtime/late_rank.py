@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import sys
 import time
@@ -22,11 +23,25 @@ async def leaves_before_a_collective(world: World) -> None:
 
 
 async def leaves_before_a_send(world: World) -> None:
-    """Rank 1 ends while rank 0 waits for a message, beside a task that has nothing to do with it."""
+    """Rank 1 ends while rank 0 waits for a message, beside a task that waits for another one."""
     if world.rank == 0:
-        beat = asyncio.create_task(asyncio.sleep(600))
+        other = asyncio.create_task(second_message(world))
         await world.recv(src=1, tag=3)
-        await beat
+        await other
+
+
+async def second_message(world: World) -> None:
+    await world.recv(src=1, tag=4)
+
+
+async def leaves_a_wait_that_a_task_ends(world: World) -> None:
+    """Rank 1 ends while rank 0 waits for a message; another task does something about it."""
+    if world.rank == 0:
+        receive = world.recv(src=1, tag=3)
+        other = asyncio.create_task(asyncio.sleep(3))
+        other.add_done_callback(lambda _: receive.cancel())
+        with contextlib.suppress(asyncio.CancelledError):
+            await receive
 
 
 async def leaves_before_a_receive(world: World) -> None:

@@ -52,6 +52,16 @@ def test_ranks_that_need_no_more_of_a_finished_one_go_on(ranks: int) -> None:
     assert "mpdist:" not in ended.stderr
 
 
+def test_a_wait_that_another_task_may_end_is_told_of_and_goes_on() -> None:
+    ended = run_job("leaves_a_wait_that_a_task_ends")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(
+        r"mpdist: rank 0 waits in recv from 1, tag 3 on 'world' .*, which has finished; it goes on only if",
+        ended.stderr,
+    )
+    assert ended.stderr.count("mpdist: ") == 1
+
+
 def test_a_timeout_ends_the_job_and_names_the_late_ranks_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPDIST_TIMEOUT", "1")
     ended = run_job("loads_for_long")

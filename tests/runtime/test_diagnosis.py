@@ -14,6 +14,7 @@ from mpdist.runtime.diagnosis import (
     Operation,
     Posted,
     explain,
+    hint_text,
     is_spokesman,
     mismatch,
     missing,
@@ -171,3 +172,10 @@ def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
     assert stuck_text(0, TAGGED, [1], {1: done(0, sends=(3, 4))}).endswith("which has finished (and sends tags 3, 4)")
     offered = {1: done(0, receives=(4,))}
     assert stuck_text(0, TAGGED_SEND, [1], offered).endswith("which has finished (and receives tag 4)")
+
+
+def test_where_another_task_may_end_the_wait_the_hint_says_so() -> None:
+    assert hint_text(0, TAGGED, [1], {1: done(0)}) == (
+        "rank 0 waits in recv from 1, tag 5 on 'world' (a.py:7) for rank 1, which has finished; "
+        "it goes on only if another of its tasks ends that wait"
+    )
