@@ -137,11 +137,17 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
         UsageError: the file is asked for and cannot be read.
     """
     measured = _measured(Path(path) if path else default_path(), bool(path), mpi, ranks, cores)
+    known = built_in(mpi)
     return Thresholds(
-        {**SHARED_FROM.get(mpi, SHARED_FROM["mpich"]), **measured.get("shared", {})},
-        {**HIERARCHICAL_FROM, **measured.get("hierarchical", {})},
+        {op: min(nbytes, BUSY_BYTES) for op, nbytes in {**known["shared"], **measured.get("shared", {})}.items()},
+        {**known["hierarchical"], **measured.get("hierarchical", {})},
         None if forced == "auto" else Algorithm(forced),
     )
+
+
+def built_in(mpi: str) -> dict[str, Mapping[str, int]]:
+    """The tables above for this family of MPI, by algorithm."""
+    return {"shared": SHARED_FROM.get(mpi, SHARED_FROM["mpich"]), "hierarchical": HIERARCHICAL_FROM}
 
 
 def default_path() -> Path:

@@ -15,29 +15,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpdist.algorithms.choose import default_path
+from mpdist.algorithms.choose import built_in, default_path
 from mpdist.bench.case import OURS, RAW_NOW, Case
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, length
 from mpdist.errors import UsageError
 
 ANCHOR = RAW_NOW
 VERSION = 1
-# A size that no array has: from there on, so never.
-NEVER = 2**62
 
 Thresholds = dict[str, dict[str, int]]
 Table = dict[str, Any]
 
 
-def cut(sizes: Sequence[int], ratios: Sequence[float]) -> int:
-    """The size from which on to take the other algorithm, or NEVER.
+def cut(sizes: Sequence[int], ratios: Sequence[float], known: int) -> int:
+    """The size from which on to take the other algorithm.
 
     One noisy size must not decide: it is the cut at which the product of all
-    chosen times is smallest.
+    chosen times is smallest. Times say nothing about sizes outside of those that
+    were measured: there `known` holds.
 
     Args:
         sizes: in bytes, rising.
         ratios: time of the other algorithm / time of the first, at each size.
+        known: from which size on to take it as far as is known otherwise.
     """
     best, place, total = 0.0, len(sizes), 0.0
     for i in range(len(sizes) - 1, -1, -1):
@@ -45,8 +45,8 @@ def cut(sizes: Sequence[int], ratios: Sequence[float]) -> int:
         if total > best:
             best, place = total, i
     if place == len(sizes):
-        return NEVER
-    return 0 if place == 0 else sizes[place]
+        return max(sizes[-1] + 1, known)
+    return min(sizes[0], known) if place == 0 else sizes[place]
 
 
 def input_bytes(case: Case) -> int:
@@ -68,16 +68,19 @@ def compare(native: Sequence[Case], other: Sequence[Case]) -> dict[str, tuple[li
     return found
 
 
-def thresholds(native: Sequence[Case], others: Mapping[str, Sequence[Case]]) -> Thresholds:
+def thresholds(native: Sequence[Case], others: Mapping[str, Sequence[Case]], mpi: str) -> Thresholds:
     """The `thresholds` of a table.
 
     Args:
         others: cases measured with another algorithm forced, by its name.
+        mpi: family of the MPI.
     """
     found: Thresholds = {}
     for algorithm, cases in others.items():
+        known = built_in(mpi)[algorithm]
         for op, (sizes, ratios) in compare(native, cases).items():
-            found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios)
+            if op in known:
+                found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios, known[op])
     return found
 
 

@@ -22,7 +22,7 @@ from mpdist.bench import gloo, plot, table, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
 from mpdist.bench.operations import OPERATIONS
 from mpdist.bench.sizes import parse_sizes, size_text
-from mpdist.bench.tuning import ANCHOR, NEVER
+from mpdist.bench.tuning import ANCHOR
 from mpdist.errors import Unavailable, UsageError
 from mpdist.transport.facts import FAMILIES, launched_as
 
@@ -167,25 +167,26 @@ def tune(options: argparse.Namespace) -> int:
         algorithm = "hierarchical" if native[0].nodes > 1 else "shared"
         other = run_forced(options, Path(folder, algorithm), algorithm)
     first = native[0]
-    found = tuning.thresholds(native, {algorithm: other})
+    mpi = FAMILIES.get(first.machine["mpi"], "other")
+    found = tuning.thresholds(native, {algorithm: other}, mpi)
     new = {
-        "mpi": FAMILIES.get(first.machine["mpi"], "other"),
+        "mpi": mpi,
         "ranks": first.machine["local_ranks"],
         "cores": first.machine["usable_cores"],
         "thresholds": found,
     }
     tuning.save(path, tuning.replaced(tables, new))
     for op, limits in found.items():
-        print(f"{op:15} {algorithm} {threshold_text(limits[f'{algorithm}_from'])}")
+        print(f"{op:15} {algorithm} {threshold_text(op, limits[f'{algorithm}_from'])}")
     print(f"mpdist bench: written to {path}, for {new['ranks']} ranks on {new['cores']} cores, {new['mpi']}")
     return 0
 
 
-def threshold_text(nbytes: int) -> str:
-    """`from 4 KiB on`."""
-    if nbytes == NEVER:
-        return "never"
-    return f"from {size_text(nbytes)} on" if nbytes else "always"
+def threshold_text(op: str, nbytes: int) -> str:
+    """`from 4 KiB on`; of what has no size `always` or `never`."""
+    if not OPERATIONS[op].has_size:
+        return "never" if nbytes else "always"
+    return f"from {size_text(nbytes)} on"
 
 
 def run_forced(options: argparse.Namespace, results: Path, algorithm: str) -> list[Case]:

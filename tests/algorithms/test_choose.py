@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mpdist.algorithms.choose import (
+    BUSY_BYTES,
     HIERARCHICAL_FROM,
     OPERATIONS,
     SHARED_FROM,
@@ -121,12 +122,20 @@ def test_a_measured_table_replaces_what_it_has(tmp_path: Path) -> None:
         tmp_path / "t.json",
         table("openmpi", 2, 2, all_reduce={"shared_from": 1}),
         table("mpich", 4, 2, all_reduce={"shared_from": 2}),
-        table("mpich", 2, 2, all_reduce={"shared_from": 77, "hierarchical_from": 88}, gather={"shared_from": 2**62}),
+        table("mpich", 2, 2, all_reduce={"shared_from": 77, "hierarchical_from": 88}, gather={"shared_from": 99}),
     )
     found = read_thresholds("auto", path, "mpich", 2, 2)
-    assert found.shared == SHARED_FROM["mpich"] | {"all_reduce": 77, "gather": 2**62}
+    assert found.shared == SHARED_FROM["mpich"] | {"all_reduce": 77, "gather": 99}
     assert found.hierarchical == HIERARCHICAL_FROM | {"all_reduce": 88}
-    assert choose("gather", 2**50, NODE, found) is Algorithm.NATIVE
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_no_measured_table_lets_mpi_hold_the_event_loop_for_long(tmp_path: Path, op: str) -> None:
+    path = write(tmp_path / "t.json", table("mpich", 2, 2, **{op: {"shared_from": 2**62, "hierarchical_from": 2**62}}))
+    found = read_thresholds("auto", path, "mpich", 2, 2)
+    assert choose(op, BUSY_BYTES, NODE, found) is Algorithm.SHARED
+    assert choose(op, BUSY_BYTES - 1, NODE, found) is Algorithm.NATIVE
+    assert choose(op, BUSY_BYTES, NODES, found) is Algorithm.NATIVE
 
 
 def test_a_table_of_another_machine_does_not_count(tmp_path: Path) -> None:

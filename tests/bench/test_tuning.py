@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mpdist.algorithms.choose import Algorithm, Layout, choose, read_thresholds
+from mpdist.algorithms.choose import Thresholds as Tables
 from mpdist.bench.case import OURS, Case, Line
-from mpdist.bench.tuning import ANCHOR, NEVER, cut, load, replaced, save, thresholds, tuning_path
+from mpdist.bench.tuning import ANCHOR, cut, load, replaced, save, thresholds, tuning_path
 from mpdist.errors import UsageError
 
 
@@ -23,28 +24,50 @@ def case(op: str, nbytes: int, ours: float, anchor: float) -> Case:
     ("ratios", "expected"),
     [
         ([2, 2, 0.5, 0.5], 64),
-        ([0.9, 0.5, 0.5, 0.5], 0),
-        ([2, 2, 2, 1.1], NEVER),
-        ([1, 1, 1, 1], NEVER),
         ([2, 0.9, 2, 0.1], 256),  # one lucky size must not decide
         ([2, 0.5, 1.2, 0.5], 16),  # nor one unlucky
     ],
 )
-def test_cut_is_where_all_times_together_are_smallest(ratios: list[float], expected: int) -> None:
-    assert cut([8, 16, 64, 256], ratios) == expected
+@pytest.mark.parametrize("known", [0, 100, 1000])
+def test_cut_is_where_all_times_together_are_smallest(ratios: list[float], expected: int, known: int) -> None:
+    assert cut([8, 16, 64, 256], ratios, known) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratios", "known", "expected"),
+    [
+        ([2, 2, 2, 1.1], 100, 257),
+        ([1, 1, 1, 1], 1000, 1000),
+        ([0.9, 0.5, 0.5, 0.5], 100, 8),
+        ([0.9, 0.5, 0.5, 0.5], 0, 0),
+    ],
+)
+def test_what_was_known_holds_outside_of_the_measured_sizes(ratios: list[float], known: int, expected: int) -> None:
+    assert cut([8, 16, 64, 256], ratios, known) == expected
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.5, Algorithm.SHARED), (2, Algorithm.NATIVE)])
+def test_operation_without_a_size_is_chosen_always_or_never(ratio: float, expected: Algorithm) -> None:
+    found = Tables({"barrier": cut([0], [ratio], 0)})
+    assert choose("barrier", 0, Layout(2, 1, True), found) is expected
 
 
 def test_jobs_are_compared_through_the_anchor() -> None:
     native = [case("all_reduce", 8, 4, 2), case("all_reduce", 64, 8, 4)]
     # the machine is three times slower in this job, but the algorithm twice as fast at 64 bytes
     shared = [case("all_reduce", 64, 12, 12), case("all_reduce", 8, 24, 6), case("all_gather", 8, 1, 1)]
-    assert thresholds(native, {"shared": shared}) == {"all_reduce": {"shared_from": 64}}
+    assert thresholds(native, {"shared": shared}, "mpich") == {"all_reduce": {"shared_from": 64}}
 
 
 def test_threshold_counts_one_ranks_input() -> None:
     native = [case("all_gather", 8, 1, 1), case("all_gather", 64, 1, 1)]
     shared = [case("all_gather", 8, 2, 1), case("all_gather", 64, 0.5, 1)]
-    assert thresholds(native, {"shared": shared}) == {"all_gather": {"shared_from": 32}}
+    assert thresholds(native, {"shared": shared}, "mpich") == {"all_gather": {"shared_from": 32}}
+
+
+def test_operation_that_has_no_other_algorithm_gets_no_threshold() -> None:
+    cases = [case("gather", 8, 1, 1)]
+    assert thresholds(cases, {"hierarchical": cases}, "mpich") == {}
 
 
 def test_new_table_takes_the_place_of_its_kind_and_keeps_other_operations() -> None:
@@ -58,13 +81,13 @@ def test_new_table_takes_the_place_of_its_kind_and_keeps_other_operations() -> N
 
 def test_choose_follows_the_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tuning.json"
-    found = {"all_reduce": {"shared_from": 512}, "broadcast": {"shared_from": NEVER}, "barrier": {"shared_from": 0}}
+    found = {"all_reduce": {"shared_from": 512}, "broadcast": {"shared_from": 2**20}, "barrier": {"shared_from": 0}}
     save(path, [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": found}])
     read = read_thresholds("auto", str(path), "mpich", 2, 2)
     node = Layout.of([0, 0], True)
     assert choose("all_reduce", 511, node, read) is Algorithm.NATIVE
     assert choose("all_reduce", 512, node, read) is Algorithm.SHARED
-    assert choose("broadcast", 2**40, node, read) is Algorithm.NATIVE
+    assert choose("broadcast", 2**20 - 1, node, read) is Algorithm.NATIVE
     assert choose("barrier", 0, node, read) is Algorithm.SHARED
 
 

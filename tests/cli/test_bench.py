@@ -12,7 +12,6 @@ from cli.jobs import job_environ
 
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, read
 from mpdist.bench.operations import OPERATIONS
-from mpdist.bench.tuning import NEVER
 from mpdist.cli import build_parser, main
 from mpdist.cli.bench import contenders_of, launch_words, names, threshold_text
 from mpdist.errors import UsageError
@@ -51,7 +50,8 @@ def test_job_is_started_as_mpdist_run_would() -> None:
 
 
 def test_threshold_is_told_in_words() -> None:
-    assert [threshold_text(n) for n in (0, 4096, NEVER)] == ["always", "from 4 KiB on", "never"]
+    assert [threshold_text("barrier", n) for n in (0, 1)] == ["always", "never"]
+    assert threshold_text("reduce", 4096) == "from 4 KiB on"
 
 
 @pytest.mark.job
