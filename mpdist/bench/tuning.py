@@ -85,10 +85,11 @@ def thresholds(native: Sequence[Case], others: Mapping[str, Sequence[Case]], mpi
 
 
 def replaced(tables: Sequence[Table], new: Table) -> list[Table]:
-    """The tables with the new one in place of that of its kind, whose other operations are kept."""
+    """The tables with the new one in place of that of its kind, whose other operations and algorithms are kept."""
     old: Table = next((table for table in tables if _kind(table) == _kind(new)), {"thresholds": {}})
-    merged = {**new, "thresholds": {**old["thresholds"], **new["thresholds"]}}
-    return [*(table for table in tables if _kind(table) != _kind(new)), merged]
+    merged = {op: {**old["thresholds"].get(op, {}), **row} for op, row in new["thresholds"].items()}
+    mine = {**new, "thresholds": {**old["thresholds"], **merged}}
+    return [*(table for table in tables if _kind(table) != _kind(new)), mine]
 
 
 def _kind(table: Table) -> tuple[object, ...]:
@@ -113,7 +114,7 @@ def load(path: Path) -> list[Table]:
         document = json.loads(path.read_text(encoding="utf-8"))
         tables: list[Table] = document["tables"]
         for table in tables:
-            _kind(table), table["thresholds"].items()
+            _kind(table), [dict(row) for row in table["thresholds"].values()]
         if document["version"] != VERSION:
             raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

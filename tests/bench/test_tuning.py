@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ from mpdist.algorithms.choose import Thresholds as Tables
 from mpdist.bench.case import OURS, Case, Line
 from mpdist.bench.tuning import ANCHOR, cut, load, replaced, save, thresholds, tuning_path
 from mpdist.errors import UsageError
+
+
+ROWS_OF_NUMBERS = json.dumps(
+    {"version": 1, "tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": 8}}]}
+)
 
 
 def case(op: str, nbytes: int, ours: float, anchor: float) -> Case:
@@ -79,6 +85,15 @@ def test_new_table_takes_the_place_of_its_kind_and_keeps_other_operations() -> N
     assert replaced([], new) == [new]
 
 
+def test_several_nodes_and_one_are_tuned_beside_each_other() -> None:
+    kind = {"mpi": "mpich", "ranks": 2, "cores": 2}
+    one = {**kind, "thresholds": {"reduce": {"shared_from": 8}, "gather": {"shared_from": 4}}}
+    several = {**kind, "thresholds": {"reduce": {"hierarchical_from": 64}}}
+    both = {**kind, "thresholds": {"reduce": {"shared_from": 8, "hierarchical_from": 64}, "gather": {"shared_from": 4}}}
+    assert replaced([one], several) == [both]
+    assert replaced([several], one) == [both]
+
+
 def test_choose_follows_the_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tuning.json"
     found = {"all_reduce": {"shared_from": 512}, "broadcast": {"shared_from": 2**20}, "barrier": {"shared_from": 0}}
@@ -96,7 +111,9 @@ def test_file_is_where_the_variables_say(tmp_path: Path) -> None:
     assert tuning_path({}).parts[-2:] == ("mpdist", "tuning.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "tables": []}', '{"version": 1, "tables": [{}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"version": 2, "tables": []}', '{"version": 1, "tables": [{}]}', ROWS_OF_NUMBERS]
+)
 def test_foreign_file_is_not_overwritten(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(text)
