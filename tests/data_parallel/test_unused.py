@@ -172,6 +172,42 @@ def test_gradient_of_an_input_alone_is_no_backward(comm: Communicator) -> None:
         assert_equal([p.grad for p in net.parameters()], before)
 
 
+@pytest.mark.parametrize("options", [{}, FIND], ids=str)  # with static_graph torch's own does not average these
+@pytest.mark.parametrize("returns_input", [False, True])
+def test_gradient_of_an_input_before_backward(
+    comm: Communicator, options: dict[str, Any], returns_input: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A loss of forces: the first derivative reaches no parameter, the second one all but the last bias."""
+
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False)).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.net(x), x) if returns_input else (self.net(x),)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        x.requires_grad_()
+        (forces,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        forces.square().mean().backward()
+        optimizer.step()
+
+    both(comm, Energy, step, options=options)
+    assert not any("create_graph" in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("options", [{}, FIND], ids=str)
+def test_backward_for_some_tensors_averages_what_it_reaches(comm: Communicator, options: dict[str, Any]) -> None:
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward(inputs=list(model.parameters()))
+        optimizer.step()
+
+    both(comm, lambda: mlp(6, 10, 3), step, options=options)
+
+
 def test_backward_that_broke_off_before_any_bucket_can_be_repeated(comm: Communicator) -> None:
     class Breaks(torch.autograd.Function):
         @staticmethod

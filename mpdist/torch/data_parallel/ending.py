@@ -40,3 +40,8 @@ def at_end_of_backward(ended: Callable[[], object], broke_off: Callable[[], obje
 def is_in_backward() -> bool:
     """Whether this thread runs a graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_whole_backward() -> bool:
+    """Whether the graph task in this thread runs all of its graph; autograd.grad() and backward(inputs=...) do not."""
+    return bool(_engine.is_checkpoint_valid())  # reentrant checkpoints need the same

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,11 +33,6 @@ def watch(output: Any, entered: Callable[[], object]) -> bool:
 
     Nothing of the output is changed: the node that made the tensor is watched, so that it may be modified in place.
     """
-
-    def enter_once(handles: list[Any], gradient: Tensor) -> None:
-        handles.pop().remove()
-        entered()
-
     is_watched = False
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
@@ -46,10 +40,27 @@ def watch(output: Any, entered: Callable[[], object]) -> bool:
         is_watched = True
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda gradients: entered())
-            continue
-
-        # A leaf of the user's: the hook must not stay on it.
-        handles: list[Any] = []
-        hook = partial(enter_once, handles)
-        handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's stub
+        else:
+            _watch_leaf(tensor, entered)
     return is_watched
+
+
+def _watch_leaf(tensor: Tensor, entered: Callable[[], object]) -> None:
+    """The same for a leaf of the user's, once: no hook must stay on it, and autograd.grad() does not run this one."""
+    hooks: dict[int, Any] = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    if any(isinstance(hook, LeafEntry) and hook.entered == entered for hook in hooks.values()):
+        return
+    hook = LeafEntry(entered)
+    hook.handle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+class LeafEntry:
+    """A hook that takes itself away when it runs."""
+
+    def __init__(self, entered: Callable[[], object]) -> None:
+        self.entered = entered
+        self.handle: Any = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.handle.remove()
+        self.entered()

@@ -22,7 +22,7 @@ import torch
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
 from mpdist.torch.data_parallel import outputs, plan, sparse
-from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward
+from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
 from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.data_parallel.overlap import Overlap
 from mpdist.torch.data_parallel.slot import Slot
@@ -130,8 +130,11 @@ class Reducer:
     # ------------------------------------------------------------------ backward
 
     def _entered(self) -> None:
-        """Backward has come to an output of the module."""
-        if not self.is_active and self.slots:
+        """Backward has come to an output of the module.
+
+        A task for some tensors only, as of autograd.grad(), may reach no parameter: the first gradient begins there.
+        """
+        if not self.is_active and self.slots and is_whole_backward():
             self.begin()
 
     def begin(self) -> None:
@@ -248,8 +251,7 @@ class Reducer:
     def finish(self) -> None:
         """Backward is over: what is missing is zero; wait for all."""
         if not self._has_fired() and not self.unused.is_allowed:
-            # autograd.grad() for other tensors. Was it a backward in which this rank alone reached no parameter, then
-            # the number of forwards tells in the next.
+            # Did only this rank reach no parameter, then the number of forwards tells in the next backward.
             self.is_active = False
             self.step -= 1
             return
