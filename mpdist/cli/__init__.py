@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from mpdist.errors import MpdistError
 
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mpdist", description="Awaitable message passing over MPI.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"mpdist {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands.add_parser("run", help="start a Python program on N ranks", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure collectives on this machine", allow_abbrev=False))
@@ -60,7 +62,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "0 only if every rank finished. If a rank is lost, for whatever reason, the job ends within seconds."
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks")
+    add("-n", "-np", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks")
     add(
         "--mpi", choices=["auto", "mpich", "openmpi"], default="auto", help="whose mpiexec to take (default: the first)"
     )
@@ -86,7 +88,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
     add("--sizes", metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
     add("--factor", type=int, help="from one size to the next (default 4; with --tune 2)")
-    add("-n", "--ranks", type=_positive, default=2, metavar="N", help="number of ranks (default 2)")
+    add("-n", "-np", "--ranks", type=_positive, default=2, metavar="N", help="number of ranks (default 2)")
     add(
         "--rivals", metavar="RIVAL,...",
         help="raw: mpi4py, blocking and not; tuned: the same in a second job whose MPI is tuned for one node; gloo: "
@@ -113,7 +115,13 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks: it must be >= 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: it must be a whole number from 1 on")
+    return int(text)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mpdist")
+    except metadata.PackageNotFoundError:
+        return "(not installed: run from its sources)"

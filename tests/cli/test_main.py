@@ -28,6 +28,18 @@ def test_options_end_at_the_program() -> None:
     assert not options.module
 
 
+@pytest.mark.parametrize("option", ["-n", "-np", "--ranks"])
+def test_number_of_ranks_as_launchers_spell_it(option: str) -> None:
+    assert parse(option, "3", "x.py").ranks == 3
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("mpdist ")
+
+
 def test_module_takes_arguments_too() -> None:
     options = parse("-n", "1", "-m", "package.module", "-m", "x")
     assert options.module
@@ -41,6 +53,12 @@ def test_wrong_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse(*arguments)
     assert error.value.code == 2
+
+
+def test_wrong_number_of_ranks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("-n", "two", "x.py")
+    assert "'two' is not a number of ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
