@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
+import mpdist
 from mpdist.errors import MpdistError
 
 USAGE_STATUS = 2
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mpdist", description="Awaitable message passing over MPI.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"mpdist {_version()}")
+    parser.add_argument("--version", action="version", version=f"mpdist {mpdist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands.add_parser("run", help="start a Python program on N ranks", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure collectives on this machine", allow_abbrev=False))
@@ -118,10 +118,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: it must be a whole number from 1 on")
     return int(text)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mpdist")
-    except metadata.PackageNotFoundError:
-        return "(not installed: run from its sources)"
