@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import Store
 
 import mpdist
 from mpdist.runtime import job
-from mpdist.torch.store_service import StoreService
+from mpdist.torch.errors import WrongCall
+from mpdist.torch.store_service import Refused, StoreService
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
@@ -50,7 +51,11 @@ class MpiStore(Store):
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which begins at 0; returns the sum."""
+        """Add to a counter, which begins at 0; returns the sum.
+
+        Raises:
+            DistStoreError: the key holds no number.
+        """
         return int(self._ask("add", self._key(key), int(value)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -88,7 +93,13 @@ class MpiStore(Store):
         return values
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
+        """Set several keys.
+
+        Raises:
+            WrongCall: not as many values as keys.
+        """
+        if len(keys) != len(values):
+            raise WrongCall(f"multi_set needs one value for each key, got {len(keys)} keys and {len(values)} values")
         self._ask("multi_set", [self._key(key) for key in keys], [_bytes(value) for value in values])
 
     def list_keys(self) -> list[str]:
@@ -127,6 +138,8 @@ class MpiStore(Store):
     def _ask(self, op: str, *arguments: Any) -> Any:
         try:
             return self._service.ask(op, arguments, self._timeout.total_seconds())
+        except Refused as error:
+            raise _StoreError(f"mpdist store: rank 0 cannot carry out '{op}': {error}") from None
         except TimeoutError:
             raise _StoreError(
                 f"mpdist store: rank 0 has not answered '{op}' within {self._timeout}: is its process stopped?"

@@ -9,17 +9,21 @@ from __future__ import annotations
 import itertools
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.store_table import Table
+from mpdist.torch.store_table import Answer, Table
 
 if TYPE_CHECKING:
     from mpdist.runtime.control import Control
 
 SERVER = 0
 ASK, TELL, WITHDRAW = "store_ask", "store_tell", "store_withdraw"
+
+
+class Refused(Exception):
+    """Rank 0 cannot carry out a request; the text says why."""
 
 
 class StoreService:
@@ -45,15 +49,18 @@ class StoreService:
 
         Raises:
             TimeoutError: no reply in time: the keys are not there, or rank 0's process is stopped.
+            Refused: the request cannot be carried out.
         """
         number = next(self._numbers)
         reply = self._replies[number] = Reply()
         self._control.expected = len(self._replies)
         try:
             self._send(number, op, arguments, reply)
-            if not reply.has_come.wait(seconds):
+            if not reply.has_come.wait(min(seconds, threading.TIMEOUT_MAX)):
                 self._withdraw(number)
                 raise TimeoutError
+            if reply.problem:
+                raise Refused(reply.problem)
             return reply.value
         finally:
             del self._replies[number]
@@ -63,8 +70,23 @@ class StoreService:
         if self._table is None:
             self._control.mail(SERVER, {ASK: number, "op": op, "arguments": _packed(arguments)})
             return
+        self._serve((SERVER, number), op, arguments, reply.come, reply.refuse)
+
+    def _serve(
+        self,
+        who: tuple[int, int],
+        op: str,
+        arguments: Sequence[Any],
+        answer: Answer,
+        refuse: Callable[[str], object],
+    ) -> None:
+        """On rank 0. What is wrong with a request is told to who asked: the control thread has other work to do."""
+        assert self._table is not None
         with self._lock:
-            self._table.ask((SERVER, number), op, arguments, reply.come)
+            try:
+                self._table.ask(who, op, arguments, answer)
+            except Exception as error:
+                refuse(f"{type(error).__name__}: {error}")
 
     def _withdraw(self, number: int) -> None:
         if self._table is None:
@@ -76,18 +98,23 @@ class StoreService:
     # ------------------------------------------------------------------ letters, on the control thread
 
     def _asked(self, sender: int, letter: dict[str, Any]) -> None:
-        assert self._table is not None
         number = letter[ASK]
 
         def answer(value: Any) -> None:
             self._control.mail(sender, {TELL: number, "value": _packed(value)})
 
-        with self._lock:
-            self._table.ask((sender, number), letter["op"], _unpacked(letter["arguments"]), answer)
+        def refuse(problem: str) -> None:
+            self._control.mail(sender, {TELL: number, "problem": problem})
+
+        self._serve((sender, number), letter["op"], _unpacked(letter["arguments"]), answer, refuse)
 
     def _told(self, sender: int, letter: dict[str, Any]) -> None:
         reply = self._replies.get(letter[TELL])
-        if reply is not None:  # nobody waits any more
+        if reply is None:  # nobody waits any more
+            return
+        if "problem" in letter:
+            reply.refuse(letter["problem"])
+        else:
             reply.come(_unpacked(letter["value"]))
 
     def _withdrawn(self, sender: int, letter: dict[str, Any]) -> None:
@@ -102,9 +129,14 @@ class Reply:
     def __init__(self) -> None:
         self.has_come = threading.Event()
         self.value: Any = None
+        self.problem = ""
 
     def come(self, value: Any) -> None:
         self.value = value
+        self.has_come.set()
+
+    def refuse(self, problem: str) -> None:
+        self.problem = problem
         self.has_come.set()
 
 

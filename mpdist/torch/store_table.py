@@ -11,6 +11,9 @@ from typing import Any, TypeAlias
 Reply: TypeAlias = bytes | int | bool | list[bytes] | list[str] | None
 Answer: TypeAlias = Callable[[Reply], object]
 
+# Bytes of a value that a text shows.
+MOST_SHOWN = 40
+
 
 class Table:
     """Keys and values, and requests that wait."""
@@ -34,6 +37,9 @@ class Table:
 
         Args:
             who: rank and number of the request, to withdraw it.
+
+        Raises:
+            ValueError: it cannot be carried out; the table is as before.
         """
         if op == "wait":
             self._when_there(who, arguments[0], lambda: None, answer)
@@ -71,7 +77,11 @@ class Table:
         self._values.update(zip(keys, values, strict=True))
 
     def _add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
+        held = self._values.get(key, b"0")
+        try:
+            total = int(held) + amount
+        except ValueError:
+            raise ValueError(f"{key!r} holds {held[:MOST_SHOWN]!r}, which is no number to add to") from None
         self._values[key] = str(total).encode()
         return total
 
