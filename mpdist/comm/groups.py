@@ -98,7 +98,7 @@ class Groups(Operations):
     def close(self) -> Work[None]:
         """Close the communicator; all members do. Its later use raises ClosedError.
 
-        Messages that nobody has received are reported on stderr.
+        Messages that nobody has received are reported on stderr; iterators over `messages` end.
 
         Returns:
             A Work of None, done when all members have called it.
@@ -107,7 +107,8 @@ class Groups(Operations):
             UsageError: operations are pending here; it stays usable.
         """
         channel = self._channel
-        pending = channel.unfinished()
+        listening = set(channel.inbox.listeners())
+        pending = [work for work in channel.unfinished() if work not in listening]
         if pending:
             listed = "; ".join(work.describe() for work in pending[:4])
             raise UsageError(f"{len(pending)} operations are pending ({listed}); await or cancel them before")
@@ -147,7 +148,11 @@ class Groups(Operations):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an exception only here, waiting for nobody."""
+        """Close; after an exception only here, waiting for nobody.
+
+        Sends and collectives that are pending are completed before; receives that no message has met by the time
+        all members have come end with ClosedError.
+        """
         if self._channel.is_closed:
             return
         if kind is not None or self._channel.broken:

@@ -163,9 +163,13 @@ class PointToPoint(Operations):
         pattern = self._pattern(src, tag)
         kind = ReceiveEither if self.allow_pickle else Receive
         while True:
+            receive = kind(self._channel, None, *pattern)
+            receive.is_listener = True
             try:
-                message = await self._channel.inbox.receive(kind(self._channel, None, *pattern))
+                message = await self._channel.inbox.receive(receive)
             except ClosedError:
+                if not self._channel.is_closed:
+                    raise
                 return
             yield message
 

@@ -221,6 +221,10 @@ class Inbox:
         self.engine.ensure_ticking()
         return receive
 
+    def listeners(self) -> list[Receive]:
+        """The receives of iterators over messages, which wait until the communicator is closed."""
+        return [receive for receive in self.box.waiting() if receive.is_listener]
+
     def unclaimed(self) -> list[str]:
         """Messages that were sent to this rank and that nobody received, described."""
         return [message.describe() for message in [*self.box.unclaimed(), *self._probed]]

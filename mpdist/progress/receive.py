@@ -42,11 +42,13 @@ class Receive(Wrapped[Message]):
     Attributes:
         src, tag: the pattern; mailbox.ANY for any.
         order: its place in the mailbox, not positive when it does not wait there.
+        is_listener: it takes what comes until the communicator is closed, and does not keep that from being closed.
     """
 
     op = "recv"
     order = 0
     takes = Takes.ARRAY
+    is_listener = False
     _request: Request | None = None
     _incoming: Incoming | None = None
     _reserved = False

@@ -199,7 +199,7 @@ class Work(Generic[T]):
     def _desert(self, error: BaseException) -> None:
         """Its communicator was closed before it began; whoever awaits it is told, and nobody else."""
         self._fail(error)
-        self._unseen = None
+        self._seen_error()
 
     def _finish(self, result: T) -> None:
         self._result = result

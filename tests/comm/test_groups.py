@@ -13,6 +13,7 @@ import pytest
 
 import mpdist
 from mpdist import Communicator
+from mpdist.comm.wildcards import Tag
 from mpdist.config import Config
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -253,6 +254,45 @@ async def test_unclaimed_messages_are_reported(comm: Communicator, capfd: pytest
     told = capfd.readouterr().err
     for word in (part.name, f"rank {comm.rank}", "1 messages", "float32 x 3", "tag 7"):
         assert word in told, told
+
+
+@pytest.mark.parametrize("how", ["close", "block"])
+async def test_iterators_over_messages_end_with_the_communicator(
+    comm: Communicator, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    part = await comm.dup()
+
+    async def listen(tag: Tag) -> list[int]:
+        return [message.src async for message in part.messages(tag=tag)]
+
+    listeners = [asyncio.create_task(listen(tag)) for tag in (1, 2, mpdist.ANY_TAG)]
+    await asyncio.sleep(0)  # now they listen
+    await part.send(np.zeros(3), (part.rank + 1) % part.size, 1)
+    await comm.barrier()
+    if how == "close":
+        await asyncio.wait_for(part.close(), 20)
+    else:
+        async with part:
+            pass
+    got = await asyncio.wait_for(asyncio.gather(*listeners), 20)
+    assert [src for each in got for src in each] == [(part.rank - 1) % part.size]
+    assert capfd.readouterr().err == ""
+
+
+async def test_a_receive_that_waits_when_all_leave_is_told_and_one_that_is_met_gets_its_message(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with comm.dup() as part:
+        large, never, probe = part.recv(tag=1), part.recv(np.zeros(3), 0, 2), part.probe(tag=2)
+        exchange = part.sendrecv(np.zeros(3), part.rank, tag=3, src=(part.rank + 1) % part.size)
+        sent = part.send(np.arange(100_000), (part.rank + 1) % part.size, 1)
+    assert (await large).count == 100_000
+    assert sent.done()
+    for work in (never, probe) if part.size == 1 else (never, probe, exchange):
+        with pytest.raises(mpdist.ClosedError, match="it was closed"):
+            await work
+    unclaimed = "" if part.size == 1 else "1 messages that nobody received"
+    assert unclaimed in capfd.readouterr().err
 
 
 async def test_leaving_by_an_exception_closes_here_and_waits_for_nobody(comm: Communicator) -> None:
