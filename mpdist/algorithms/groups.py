@@ -10,17 +10,14 @@ gets a thread of its own.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from mpdist.errors import UsageError
+from mpdist.algorithms.meeting import meet, tag_of
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
-from mpdist.progress.receive import Receive
-from mpdist.progress.sending import send
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -95,54 +92,17 @@ def dup(transport: Transport, engine: Engine, make: Make) -> Steps[object]:
 def subgroup(
     _: Transport, parent: Channel, meeting: Channel, make: Make, ranks: Sequence[int], name: str
 ) -> Steps[object]:
-    """These ranks of the parent; the others do not take part.
-
-    The members meet on a channel of the world that carries nothing else: each reports to the first, which
-    answers when all have come.
-    """
-    tag = zlib.crc32(name.encode()) % meeting.max_tag
+    """These ranks of the parent; the others do not take part."""
     members = [parent.world_ranks[rank] for rank in ranks]
-    token = np.frombuffer(name.encode(), np.uint8)
     engine = parent.engine
     engine.creating += 1
     try:
-        yield from _meet(meeting, members, tag, token)
-        call = Blocking(engine, lambda: engine.maker.subgroup(members, tag))
+        yield from meet(meeting, members, name)
+        call = Blocking(engine, lambda: engine.maker.subgroup(members, tag_of(meeting, name)))
         yield call
     finally:
         engine.creating -= 1
     return make(call.result())
-
-
-def _meet(meeting: Channel, members: Sequence[int], tag: int, token: np.ndarray) -> Steps[None]:
-    first, others = members[0], members[1:]
-    if meeting.rank == first:
-        for member in others:
-            yield Arrival(meeting, member, tag, token)
-        for member in others:
-            send(meeting, as_buffer(token), member, tag)
-    else:
-        send(meeting, as_buffer(token), first, tag)
-        yield Arrival(meeting, first, tag, token)
-
-
-class Arrival:
-    """The report of one member, as a request."""
-
-    def __init__(self, meeting: Channel, src: int, tag: int, token: np.ndarray) -> None:
-        self._receive = meeting.inbox.receive(Receive(meeting, None, src, tag))
-        self._token = token
-
-    def Test(self) -> bool:
-        if not self._receive._done and not self._receive._poll():
-            return False
-        told = self._receive.result().data
-        if not np.array_equal(told, self._token):
-            raise UsageError(
-                f"ranks make different subgroups at the same time: {bytes(told).decode()} and "
-                f"{self._token.tobytes().decode()}; the members must give the same ranks in the same order"
-            )
-        return True
 
 
 class Until:

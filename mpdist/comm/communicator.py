@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Transport
+
+# How many communicators have each name that a program gives. Members meet by name, so one name must not mean two.
+_taken = Counter(["world"])
 
 
 class Communicator(Objects, Collectives, Groups):
@@ -57,7 +61,8 @@ class Communicator(Objects, Collectives, Groups):
     def from_mpi4py(cls, comm: object, name: str = "mpi4py") -> Communicator:
         """A communicator over the ranks of an mpi4py intracommunicator.
 
-        It is duplicated, so this is a collective and blocking call, and the two never mix.
+        It is duplicated, so this is a collective and blocking call, and the two never mix. A second one of the same
+        name is called "mpi4py#2".
 
         Raises:
             UsageError: before `mpdist.init()` or `mpdist.run()`.
@@ -66,6 +71,8 @@ class Communicator(Objects, Collectives, Groups):
         from mpdist.transport.mpi import wrap
 
         transport = wrap(comm)
+        number = _taken[name] = max(transport.all_gather_now(_taken[name])) + 1
+        name = f"{name}#{number}" if number > 1 else name
         return cls(engine, transport, name, transport.world_ranks())
 
     def _member(self, transport: Transport, name: str) -> Communicator:

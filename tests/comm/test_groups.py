@@ -439,6 +439,29 @@ async def test_an_mpi4py_communicator_is_taken_as_a_duplicate(comm: Communicator
         Communicator.from_mpi4py("nonsense")
 
 
+async def test_mpi4py_communicators_of_one_name_get_different_names(comm: Communicator) -> None:
+    """Members meet by name: in two that are used at the same time one must not be taken for the other."""
+    from mpi4py import MPI
+
+    name = comm.name.replace("world", "taken")
+    taken = [Communicator.from_mpi4py(MPI.COMM_WORLD, name) for _ in range(2)]
+    try:
+        assert [each.name for each in taken] == [name, f"{name}#2"]
+        order = taken if comm.rank else reversed(taken)
+        async with asyncio.TaskGroup() as tasks:
+            for each in order:
+                tasks.create_task(use(each))
+    finally:
+        for each in taken:
+            await each.close()
+
+
+async def use(comm: Communicator) -> None:
+    """A small collective, then one that shares memory."""
+    await comm.barrier()
+    assert (await comm.all_reduce(np.ones(100_000)) == comm.size).all()
+
+
 async def test_a_forked_child_does_not_warn_or_close(comm: Communicator) -> None:
     pid = os.fork()
     if pid == 0:

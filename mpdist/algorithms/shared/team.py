@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mpdist.algorithms.meeting import meet
 from mpdist.errors import SizeMismatch
-from mpdist.memory import as_buffer
 from mpdist.memory.arena import Block
 from mpdist.transport.reach import Remote
 
@@ -305,13 +305,13 @@ def assemble(channel: Channel, ranks: Sequence[int]) -> Steps[Team | None]:
     Returns:
         None, on all ranks of the communicator, if one of them has no memory left for its slots.
     """
-    shared = channel.engine.shared
+    engine = channel.engine
+    shared = engine.shared
     block = None if shared is None else shared.allocate(BLOCK_BYTES, f"collectives on {channel.where()}")
     if block is not None:
         block.bytes()[:HEAD_BYTES] = 0
-    mine = np.array([PRIVATE if block is None else block.offset], np.int64)
-    offsets = np.empty(channel.size, np.int64)
-    yield channel.transport.iall_gather(as_buffer(mine), as_buffer(offsets))
-    if block is None or offsets.min() == PRIVATE:
+    mine = PRIVATE if block is None else block.offset
+    offsets = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
+    if block is None or min(offsets) == PRIVATE:
         return None
-    return Team(channel, block, [Place(channel.world_ranks[rank], int(offsets[rank])) for rank in ranks])
+    return Team(channel, block, [Place(channel.world_ranks[rank], offsets[rank]) for rank in ranks])
