@@ -369,3 +369,26 @@ async def test_the_thread_costs_less_than_a_hundredth_of_a_core(comm: mpdist.Com
     await asyncio.sleep(3)
     assert time.clock_gettime(clock) - before < 0.03 * 1.0
     receive.cancel()
+
+
+async def test_a_handler_that_raises_loses_its_letter_only(
+    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    control = start()
+    handled = []
+
+    def handle(sender: int, letter: dict[str, object]) -> None:
+        if letter["test"] == "bad":
+            raise ZeroDivisionError
+        handled.append(sender)
+
+    control.handlers["test"] = handle
+    for content in ("bad", "good"):
+        control.mail((comm.rank + 1) % comm.size, {"test": content})
+    sender = (comm.rank - 1) % comm.size
+    await until(lambda: handled)
+    assert handled == [sender]
+    assert control.is_alive()
+    error = capfd.readouterr().err
+    assert f"a letter of rank {sender} is dropped" in error
+    assert "ZeroDivisionError" in error

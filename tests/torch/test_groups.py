@@ -196,6 +196,21 @@ def test_the_store_gives_up_after_its_timeout(group: dist.ProcessGroup) -> None:
     assert store.get("missing") == b"here"
 
 
+def test_the_store_refuses_what_cannot_be_done_and_goes_on(group: dist.ProcessGroup) -> None:
+    store = MpiStore("test6", MINUTE)
+    mine = f"key{group.rank()}"
+    store.set(mine, "abc")
+    with pytest.raises(dist.DistStoreError, match=rf"cannot carry out 'add'.*test6/{mine}' holds b'abc'"):
+        store.add(mine, 1)
+    with pytest.raises(ValueError, match="got 2 keys and 1 values"):
+        store.multi_set(["a", "b"], ["x"])
+    assert not store.check(["a"])
+    store.wait([mine], timedelta.max)
+    assert store.get(mine) == b"abc"
+    assert store.add(f"count{group.rank()}", 1) == 1
+    dist.barrier()
+
+
 def test_the_store_answers_while_rank_0_computes(group: dist.ProcessGroup) -> None:
     store = MpiStore("test4", timedelta(seconds=20))
     dist.barrier()
