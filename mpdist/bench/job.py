@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from mpdist import __version__
 from mpdist.bench import machine
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, line_of
@@ -147,10 +149,18 @@ def describe(raw: Raw, core: int | None, local_ranks: int, cores: int) -> dict[s
     return {**raw.from_first(mine), "pinned_to": raw.of_all(core)}
 
 
-async def run_job(world: Communicator, task: Task) -> list[Case]:
-    """Measure everything; the main function of every rank. Rank 0 tells how far it is on stderr."""
+async def run_job(world: Communicator, task: Task, is_wanted: bool) -> list[Case]:
+    """Measure everything; the main function of every rank. Rank 0 tells how far it is on stderr.
+
+    Args:
+        is_wanted: on rank 0, whether anything is to be measured.
+    """
     from mpdist.transport.raw import Raw
 
+    wanted = np.array([is_wanted])
+    await world.broadcast(wanted, 0)
+    if not wanted[0]:
+        return []
     bench = Bench(world, Raw(), task)
     cases = []
     async for case in bench.cases():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist.bench.case import GLOO, OURS, RESIDENT, Case, Line
+from mpdist.bench.operations import OPERATIONS
 from mpdist.bench.sizes import size_text, time_text
 from mpdist.errors import Unavailable, UsageError
 
@@ -61,20 +62,36 @@ def points(cases: Sequence[Case], name: str) -> list[tuple[int, Line]]:
     return found
 
 
-def plot(cases: Sequence[Case], path: str | Path) -> None:
-    """Write the picture.
+def require(ops: Sequence[str], path: str | Path) -> None:
+    """Find out whether `plot` will work for these operations.
 
     Raises:
         Unavailable: matplotlib is not installed.
+        UsageError: there is nothing to plot, or pictures of this kind can't be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise Unavailable("mpdist bench plots with matplotlib: pip install 'mpdist[bench]'") from None
-    ops = [op for op in dict.fromkeys(case.op for case in cases) if op != "barrier"]
-    if not ops:
+    kinds = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if Path(path).suffix and Path(path).suffix[1:].lower() not in kinds:
+        raise UsageError(
+            f"mpdist bench --plot {path}: a picture of this kind can't be written, only {', '.join(kinds)}"
+        )
+    if not _with_sizes(ops):
         raise UsageError("mpdist bench --plot: a barrier has no size to plot against; name other operations")
+
+
+def _with_sizes(ops: Sequence[str]) -> list[str]:
+    return [op for op in dict.fromkeys(ops) if OPERATIONS[op].has_size]
+
+
+def plot(cases: Sequence[Case], path: str | Path) -> None:
+    """Write the picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ops = _with_sizes([case.op for case in cases])
     rows, columns, places = places_of(len(ops))
     height = ROW_HEIGHT * rows + MARGIN
     figure = Figure(figsize=(WIDTH * columns, height), layout="constrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import IO
 
@@ -19,18 +20,24 @@ COLUMNS = (
 )
 
 
-def show(cases: Sequence[Case], stream: IO[str] | None = None) -> None:
-    """Print a row for each case.
+def require() -> None:
+    """Find out whether `show` will work.
 
     Raises:
         Unavailable: rich is not installed.
     """
     try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
+        importlib.import_module("rich.table")
     except ModuleNotFoundError:
         raise Unavailable("mpdist bench prints with rich: pip install 'mpdist[bench]'") from None
+
+
+def show(cases: Sequence[Case], stream: IO[str] | None = None) -> None:
+    """Print a row for each case."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title(cases), title_justify="left", caption_justify="left", caption=CAPTION, box=SIMPLE_HEAD)
     table.add_column("operation", no_wrap=True)
     for column in COLUMNS:

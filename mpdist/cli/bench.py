@@ -18,17 +18,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpdist.bench import gloo, plot, table, tuning
+from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
+from mpdist.bench import gloo, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
 from mpdist.bench.operations import OPERATIONS
+from mpdist.bench.present import present, require
 from mpdist.bench.sizes import parse_sizes, size_text
 from mpdist.bench.tuning import ANCHOR
-from mpdist.errors import Unavailable, UsageError
+from mpdist.errors import MpdistError, Unavailable, UsageError
 from mpdist.transport.facts import FAMILIES, launched_as
 
 RIVALS = ("raw", "tuned", "gloo")
 CONTENDERS_OF = {"raw": (RAW_NOW, RAW_LATER), "gloo": ("gloo",)}
 TUNED_JOB = (OURS, RAW_NOW, RAW_LATER)
+# Those with more than one algorithm.
+TUNED_OPERATIONS = tuple(op for op in OPERATIONS if op in CHOSEN_OPERATIONS)
 
 # Tunings from the libraries' own descriptions of their variables (`mpivars`, `ompi_info --all`). MPICH: collectives of
 # a node through larger pieces of its shared segment. Open MPI: the collectives that use shared memory, which are off by
@@ -79,7 +83,10 @@ def names(text: str, known: Sequence[str], what: str) -> list[str]:
 
 def bench(options: argparse.Namespace) -> int:
     """Carry out `mpdist bench`; returns the exit status."""
-    options.ops = names(options.ops, list(OPERATIONS), "--ops") if options.ops else list(OPERATIONS)
+    if options.tune:
+        refuse_beside_tune(options)
+    known = TUNED_OPERATIONS if options.tune else tuple(OPERATIONS)
+    options.ops = list(known) if options.ops is None else names(options.ops, known, "--ops")
     options.rivals = names(options.rivals, RIVALS, "--rivals") if options.rivals else default_rivals()
     default = TUNE if options.tune else COMPARE
     options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
@@ -90,6 +97,20 @@ def bench(options: argparse.Namespace) -> int:
         return tune(options) if options.tune else compare(options)
     except JobFailed as failed:
         return failed.status
+
+
+def refuse_beside_tune(options: argparse.Namespace) -> None:
+    """Options that mean nothing for `--tune` are not passed over in silence.
+
+    Raises:
+        UsageError: one of them is given.
+    """
+    given = [name for name in ("json", "plot", "rivals") if getattr(options, name)]
+    if given:
+        option = f"--{given[0]}"
+        raise UsageError(
+            f"mpdist bench --tune writes thresholds, and nothing for {option}; leave {option} out, or --tune"
+        )
 
 
 class JobFailed(Exception):
@@ -106,30 +127,32 @@ def run_rank(options: argparse.Namespace) -> int:
     from mpdist.bench.job import Task, run_job
     from mpdist.runtime import run
 
-    contenders = options.contender or contenders_of(options.rivals)
-    task = Task(options.ops, options.sizes, contenders, options.seconds)
-    cases = run(run_job, task)
     launched = launched_as(os.environ)
-    if launched is not None and launched.rank == 0:
-        present(cases, options)
+    is_first = launched is not None and launched.rank == 0
+    refusal = refusal_of(options) if is_first and not options.results else None
+    contenders = options.contender or contenders_of(options.rivals)
+    cases = run(run_job, Task(options.ops, options.sizes, contenders, options.seconds), refusal is None)
+    if refusal is not None:
+        raise refusal
+    if is_first and options.results:
+        append(options.results, cases)
+    elif is_first:
+        present(cases, options.json, options.plot)
     return 0
 
 
-def present(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """Show the cases in every way that was asked for."""
-    if options.results:
-        append(options.results, cases)
-        return
-    if options.json:
-        append(options.json, cases)
-    table.show(cases)
-    if options.plot:
-        plot.plot(cases, options.plot)
-        print(f"mpdist bench: picture in {options.plot}", file=sys.stderr)
+def refusal_of(options: argparse.Namespace) -> MpdistError | None:
+    """Why the cases could not be presented as they are to be; the other ranks must hear of it before it is raised."""
+    try:
+        require(options.ops, options.json, options.plot)
+    except MpdistError as error:
+        return error
+    return None
 
 
 def compare(options: argparse.Namespace) -> int:
     """Measure mpdist and its rivals; MPI with its own settings, then tuned."""
+    require(options.ops, options.json, options.plot)
     if "gloo" in options.rivals and not gloo.is_installed():
         raise Unavailable("mpdist bench --rivals gloo: torch is not installed: pip install 'mpdist[torch]'")
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +161,7 @@ def compare(options: argparse.Namespace) -> int:
             tuning = TUNINGS.get(cases[0].machine["mpi"], {})
             print(f"mpdist bench: again, with {shown(tuning)}", file=sys.stderr, flush=True)
             cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
-    present(cases, options)
+    present(cases, options.json, options.plot)
     return 0
 
 
@@ -161,7 +184,6 @@ def tune(options: argparse.Namespace) -> int:
     """Measure each algorithm forced, and write from which size on it is the faster one."""
     path = tuning.tuning_path(os.environ)
     tables = tuning.load(path)
-    options.ops = [op for op in options.ops if op != "ping_pong"]
     with tempfile.TemporaryDirectory() as folder:
         native = run_forced(options, Path(folder, "native"), "native")
         algorithm = "hierarchical" if native[0].nodes > 1 else "shared"

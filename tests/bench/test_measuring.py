@@ -151,10 +151,5 @@ def test_every_operation_has_its_own_place(ops: int) -> None:
     assert all(row < rows and column < columns for row, column in taken)
 
 
-def test_barrier_alone_is_no_plot(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no size"):
-        draw(CASES[-1:], tmp_path / "x.png")
-
-
 def test_ranks_take_the_cores_in_turn() -> None:
     assert [core_for(rank, [2, 5]) for rank in range(4)] == [2, 5, 2, 5]

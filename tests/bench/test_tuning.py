@@ -13,7 +13,6 @@ from mpdist.bench.case import OURS, Case, Line
 from mpdist.bench.tuning import ANCHOR, cut, load, replaced, save, thresholds, tuning_path
 from mpdist.errors import UsageError
 
-
 ROWS_OF_NUMBERS = json.dumps(
     {"version": 1, "tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": 8}}]}
 )

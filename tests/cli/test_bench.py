@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from cli.jobs import job_environ
 
+from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, read
 from mpdist.bench.operations import OPERATIONS
 from mpdist.cli import build_parser, main
-from mpdist.cli.bench import contenders_of, launch_words, names, threshold_text
+from mpdist.cli.bench import TUNED_OPERATIONS, contenders_of, launch_words, names, threshold_text
 from mpdist.errors import UsageError
 
 SECONDS = 200.0
@@ -32,10 +33,29 @@ def test_names_are_checked() -> None:
         names("x", list(OPERATIONS), "--ops")
 
 
-@pytest.mark.parametrize("arguments", [["--ops", "x"], ["--sizes", "x"], ["--rivals", "raw,"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--ops", "x"],
+        ["--ops", ""],
+        ["--sizes", "x"],
+        ["--rivals", "raw,"],
+        ["--json", "/gone/x.jsonl"],
+        ["--plot", "/gone/x.png"],
+        ["--plot", "x.png", "--ops", "barrier"],
+        ["--tune", "--ops", "ping_pong"],
+        ["--tune", "--json", "x.jsonl"],
+        ["--tune", "--plot", "x.png"],
+        ["--tune", "--rivals", "raw"],
+    ],
+)
 def test_mistake_is_one_line_and_starts_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_operation_that_has_a_choice_is_tuned() -> None:
+    assert set(TUNED_OPERATIONS) == set(CHOSEN_OPERATIONS)
 
 
 def test_tuned_mpi_takes_part_in_a_job_of_its_own() -> None:
@@ -81,6 +101,13 @@ def test_bench_runs_under_another_launcher() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_gather") == 1
     assert "3 ranks" in done.stdout
+
+
+@pytest.mark.job
+def test_mistake_of_one_rank_ends_all_before_anything_is_measured() -> None:
+    done = run_mpdist("run", "-n", "2", "-m", "mpdist", "bench", "--json", "/gone/x.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].startswith("mpdist: mpdist bench --json /gone/x.jsonl can't be written")
 
 
 @pytest.mark.job
