@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,6 +59,9 @@ _UFUNCS: dict[str, np.ufunc] = {
 _OPS: dict[str, ReduceOp] = {name: ReduceOp(name) for name in _UFUNCS if name != "premul_sum"}
 OP_NAMES: tuple[str, ...] = tuple(_OPS)
 
+# Of one sequence, with a start or a key: with two arrays they give something else, or an error.
+_BUILTINS: dict[object, str] = {sum: "sum", min: "min", max: "max", any: "lor", all: "land"}
+
 
 def premul_sum(factor: Factor) -> ReduceOp:
     """The sum over ranks of factor * x; each rank may have its own factor.
@@ -83,6 +87,8 @@ def as_op(op: object) -> ReduceOp:
         return known
     if isinstance(op, ReduceOp):
         return op
+    if isinstance(op, BuiltinFunctionType) and op in _BUILTINS:
+        raise UsageError(f"op={op!r} is Python's own, which takes one sequence; write op={_BUILTINS[op]!r}")
     if callable(op):
         return ReduceOp(f"<{getattr(op, '__qualname__', type(op).__name__)}>", function=op)
     raise UsageError(

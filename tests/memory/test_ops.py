@@ -91,8 +91,14 @@ def test_an_unknown_operation_is_refused_with_the_valid_names(op: object) -> Non
 
 
 def test_a_function_is_never_taken_for_an_operation_of_that_name() -> None:
-    assert as_op(sum).name == "<sum>"
-    assert as_op(sum).function is sum
+    assert as_op(np.add).name == "<add>"
+    assert as_op(np.add).function is np.add
+
+
+@pytest.mark.parametrize(("op", "name"), [(sum, "sum"), (min, "min"), (max, "max"), (any, "lor"), (all, "land")])
+def test_pythons_functions_of_a_sequence_are_refused(op: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"built-in function {op.__name__}.*write op='{name}'"):
+        as_op(op)
 
 
 @pytest.mark.parametrize("factor", ["2", None, [1.0], np.ones(1)])
