@@ -166,10 +166,15 @@ def _measured(path: Path, is_asked_for: bool, mpi: str, ranks: int, cores: int) 
                 return _by_algorithm(table["thresholds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"the table of thresholds {path} cannot be read ({type(error).__name__}: {error}); "
-            "write it anew by `mpdist bench --tune`, or remove it"
+            f"the table of thresholds {path} cannot be read ({type(error).__name__}: {error}); {_advice(path)}"
         ) from error
     return {}
+
+
+def _advice(path: Path) -> str:
+    if path.exists():
+        return "remove it; after that `mpdist bench --tune` may write a new one"
+    return "unset MPDIST_TUNING, or write the file by `mpdist bench --tune`"
 
 
 def _by_algorithm(thresholds: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:

@@ -214,8 +214,10 @@ def threshold_text(op: str, nbytes: int) -> str:
 def run_forced(options: argparse.Namespace, results: Path, algorithm: str) -> list[Case]:
     """Cases with one algorithm forced, and mpi4py as the anchor."""
     print(f"mpdist bench: with MPDIST_ALGORITHM={algorithm}", file=sys.stderr, flush=True)
-    # The file that is to be written need not be there yet.
-    variables = {"MPDIST_ALGORITHM": algorithm, "MPDIST_TUNING": ""}
+    # The file that is to be written need not be there yet, and what lies elsewhere must not count.
+    empty = results.with_name("empty.json")
+    tuning.save(empty, [])
+    variables = {"MPDIST_ALGORITHM": algorithm, "MPDIST_TUNING": str(empty)}
     return run_job_of(options, results, [OURS, ANCHOR], variables)
 
 

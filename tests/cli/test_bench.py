@@ -115,6 +115,10 @@ def test_mistake_of_one_rank_ends_all_before_anything_is_measured() -> None:
 def test_tune_writes_what_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuning.json"
     monkeypatch.setenv("MPDIST_TUNING", str(path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    broken = tmp_path / "mpdist" / "tuning.json"  # that another file is bad must not keep this one from being written
+    broken.parent.mkdir()
+    broken.write_text("no table")
     done = run_mpdist("bench", "--tune", "--ops", "barrier,all_reduce", "--sizes", "8,64K", "--seconds", "0.01")
     assert done.returncode == 0, done.stderr
     (table,) = json.loads(path.read_text())["tables"]
