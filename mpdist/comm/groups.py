@@ -19,6 +19,7 @@ from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from mpdist.comm.communicator import Communicator
+    from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Transport
 
 
@@ -32,6 +33,17 @@ class Joined(Collective[Any]):
         part = self.result()
         if part is not None:
             await part.__aexit__(*error)
+
+
+class Closed(Work[None]):
+    """The end of a communicator that was closed without the others."""
+
+    op = "close"
+    _done = True
+    _result = None
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
 
 class Groups(Operations):
@@ -98,7 +110,8 @@ class Groups(Operations):
     def close(self) -> Work[None]:
         """Close the communicator; all members do. Its later use raises ClosedError.
 
-        Messages that nobody has received are reported on stderr; iterators over `messages` end.
+        Messages that nobody has received are reported on stderr; iterators over `messages` end. Where it refuses
+        use because its ranks may be out of step, it is closed here only: nobody is waited for.
 
         Returns:
             A Work of None, done when all members have called it.
@@ -107,6 +120,9 @@ class Groups(Operations):
             UsageError: operations are pending here; it stays usable.
         """
         channel = self._channel
+        if channel.broken and not channel.is_closed:
+            self._closed("it was closed")
+            return Closed(channel)
         listening = set(channel.inbox.listeners())
         pending = [work for work in channel.unfinished() if work not in listening]
         if pending:

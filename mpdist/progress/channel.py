@@ -274,11 +274,15 @@ class Channel:
             work._desert(ClosedError(f"{work.describe()} ended, because the communicator was closed: {why}"))
         self._queue.clear()
 
-    def refuse(self, why: str) -> None:
-        """Refuse further use, for this reason."""
+    def give_up(self, why: str) -> None:
+        """Refuse further use, for this reason, but to be closed; what is pending goes on."""
         self.broken = why
         self.isend = self.refuse_call
         self.inbox.close()
+
+    def refuse(self, why: str) -> None:
+        """Refuse everything, for this reason."""
+        self.give_up(why)
         self.__class__ = ClosedChannel
 
     def refuse_call(self, *_: object, **__: object) -> Any:

@@ -125,7 +125,7 @@ class Collective(Work[T]):
         self._channel.ended(self)
 
     def _expire(self, error: BaseException) -> None:
-        self._channel.broken = f"{self.describe()} was given up, so its ranks may be out of step"
+        self._channel.give_up(f"{self.describe()} was given up, so its ranks may be out of step")
         self._fail(error)
 
 
@@ -183,7 +183,7 @@ def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> Non
         if other._done or other.task is None or other.task is task or other.task.done():
             continue
         here = line_of(user_place())
-        channel.broken = "two tasks used collectives on it at the same time"
+        channel.give_up("two tasks used collectives on it at the same time")
         raise UsageError(
             f"{op} on {channel.where()} was called in task {task.get_name()!r} ({here}) while {other.op} of task "
             f"{other.task.get_name()!r} ({other.site}) is pending: the order may differ between ranks, and "

@@ -109,7 +109,7 @@ def _send_to_self(channel: Channel, buffer: Buffer, tag: int) -> Work[None]:
 
 
 def _deliver_to_self(channel: Channel, incoming: Incoming) -> Work[None]:
-    if channel.is_closed:
+    if channel.broken:
         channel.refuse_call()
     engine = channel.engine
     engine.credit -= message_credit(incoming.nbytes)

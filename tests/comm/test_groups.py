@@ -387,13 +387,17 @@ async def test_two_tasks_with_collectives_on_one_communicator_are_refused(comm: 
         for word in ("all_reduce", "barrier", "'first'", "'second'", "dup()", part.name):
             assert word in text, text
         assert text.count("test_groups.py:") == 2
-        with pytest.raises(mpdist.ClosedError, match="two tasks"):
-            part.barrier()
+        for call in (part.barrier, part.recv, lambda: part.send(np.zeros(1), 1), lambda: part.send(np.zeros(1), 0)):
+            with pytest.raises(mpdist.ClosedError, match="two tasks"):
+                call()
         await comm.barrier()
         await task
-    else:
-        await comm.barrier()
-        await part.barrier()
+        await part.close()
+        with pytest.raises(mpdist.ClosedError, match="was closed"):
+            part.close()
+        return
+    await comm.barrier()
+    await part.barrier()
     with pytest.raises(ArithmeticError):
         async with part:
             raise ArithmeticError

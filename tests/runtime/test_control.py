@@ -70,7 +70,8 @@ async def lost(comm: mpdist.Communicator) -> AsyncIterator[mpdist.Communicator]:
     """A communicator on which ranks get out of step; nobody waits for its end."""
     lost = await comm.dup()
     yield lost
-    lost._closed("the test is over")
+    if not lost._channel.is_closed:
+        lost._closed("the test is over")
 
 
 def line_of(text: str) -> int:
@@ -111,6 +112,38 @@ async def test_a_collective_past_its_limit_names_who_came_and_where_the_late_ran
     )
     with pytest.raises(mpdist.ClosedError, match="was given up"):
         lost.barrier()
+
+
+async def test_after_a_collective_past_its_limit_messages_are_refused_too_and_it_can_be_closed(
+    comm: mpdist.Communicator, lost: mpdist.Communicator, start: Start
+) -> None:
+    start()
+    if lost.rank == 1:
+        await comm.barrier()
+        await lost.barrier()
+        return
+    pending, x = lost.recv(tag=5), np.zeros(3)
+    listener = aiter(lost.messages())
+    with pytest.raises(mpdist.WorkTimeout):
+        await lost.barrier().within(0.1)
+    calls = [
+        lambda: lost.send(x, 1), lambda: lost.send(x, lost.rank), lambda: lost.send(np.zeros(0), 1),
+        lambda: lost.send_object(1, 1), lambda: lost.send_object(1, lost.rank), lambda: lost.recv(),
+        lambda: lost.recv(x), lambda: lost.recv_object(), lambda: lost.probe(), lambda: lost.sendrecv(x, 1),
+        lambda: lost.barrier(), lambda: lost.all_reduce(x), lambda: lost.dup(), lambda: lost.subgroup([lost.rank]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(mpdist.ClosedError, match="was given up"):
+            call()
+    with pytest.raises(mpdist.ClosedError, match="was given up"):
+        await anext(listener)
+    assert not pending.done()
+    await lost.close()
+    with pytest.raises(mpdist.ClosedError, match="closed"):
+        await pending
+    with pytest.raises(mpdist.ClosedError, match="closed"):
+        lost.close()
+    await comm.barrier()
 
 
 @pytest.mark.parametrize("whose", ["job", "communicator"])

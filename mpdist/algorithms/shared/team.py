@@ -250,7 +250,7 @@ class Team:
         """Raise SizeMismatch if the members' arrays do not go together; then they are out of step."""
         misfit = self.misfit(members)
         if misfit is not None:
-            self.channel.broken = "its ranks gave arrays of different sizes, and are out of step"
+            self.channel.give_up("its ranks gave arrays of different sizes, and are out of step")
             raise misfit
 
     def _facts_at(self) -> int:
