@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError
+from mpdist.progress.interruption import is_interruption, is_over
 from mpdist.progress.work import Requested, T, Work
 
 if TYPE_CHECKING:
@@ -68,9 +69,11 @@ class Collective(Work[T]):
 
     def _start(self) -> None:
         self.is_queued = False
-        self._advance()
-        if self._steps is not None:
-            self._channel.engine.active.append(self)
+        try:
+            self._advance()
+        finally:
+            if self._steps is not None:
+                self._channel.engine.active.append(self)
         self._channel.ring_all()
 
     def _poll(self) -> bool:
@@ -84,6 +87,8 @@ class Collective(Work[T]):
             if not request.Test():
                 return False
         except Exception as error:
+            if is_interruption(error):
+                raise
             return self._broke(error)
         return self._advance()
 
@@ -91,21 +96,34 @@ class Collective(Work[T]):
         steps = self._steps
         assert steps is not None
         try:
-            request = next(steps)
+            self._request = request = next(steps)
             while request.Test():
-                request = next(steps)
-            self._request = request
+                self._request = request = next(steps)
             self._channel.engine.has_advanced = True
         except StopIteration as stop:
-            self._end()
             if not self._done:  # it may have expired meanwhile
                 self._finish(stop.value)
+            self._end()
             return True
-        except Exception as error:
+        except BaseException as error:
+            if is_over(steps):
+                return self._stopped(error)
+            if is_interruption(error):
+                raise
             return self._broke(error)
         return False
 
-    def _broke(self, error: Exception) -> bool:
+    def _stopped(self, error: BaseException) -> bool:
+        """Its program has raised, or was interrupted by a handler that wants the exception for itself."""
+        if isinstance(error, Exception):
+            return self._broke(error)
+        channel = self._channel
+        channel.engine.wrecks.append(self)
+        channel.give_up(f"{self.describe()} was interrupted, so its ranks may be out of step")
+        self._broke(error)
+        raise error
+
+    def _broke(self, error: BaseException) -> bool:
         self._end()
         if self._done:
             return True

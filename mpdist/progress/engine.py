@@ -18,7 +18,6 @@ import asyncio
 import contextvars
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic
@@ -28,6 +27,7 @@ from mpdist.errors import UsageError
 from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
+from mpdist.progress.thread import ProgressThread
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -62,6 +62,7 @@ class Engine:
         listening: inboxes with posted receives.
         later: Works to be looked at by the next drive.
         finished: Works whose callbacks are still to run.
+        wrecks: Works whose program a signal's handler has interrupted, kept for good: MPI may still use their memory.
         channels: all open channels.
         closed: name, ranks in the world and last sequence of the channels closed last, for the diagnosis.
         meeting: channel of the world that carries nothing but the making of subgroups.
@@ -93,6 +94,7 @@ class Engine:
         self.later: deque[Work[Any]] = deque()
         self.listening: list[Inbox] = []
         self.finished: deque[Work[Any]] = deque()
+        self.wrecks: list[Work[Any]] = []
         self.channels: list[Channel] = []
         self.closed: deque[tuple[str, tuple[int, ...], int]] = deque(maxlen=REMEMBERED)
         self.creating = 0
@@ -121,17 +123,19 @@ class Engine:
         moved = False
         with self.lock:
             while self.later:
-                self.later.popleft()._poll()
+                self.later[0]._poll()
+                self.later.popleft()
                 moved = True
             if self.listening:
                 moved = self._listen() or moved
             active = self.active
             for _ in range(min(len(active), WINDOW)):
-                work = active.popleft()
+                active.rotate(-1)
+                work = active[-1]  # listed while it is looked at: a signal's handler may raise there
                 if work._poll():
                     moved = True
-                else:
-                    active.append(work)
+                    if active and active[-1] is work:
+                        active.pop()
             if self.has_advanced:
                 self.has_advanced = False
                 moved = True
@@ -193,16 +197,21 @@ class Engine:
         thread = threading.get_ident()
         while self.finished:
             work = self.finished.popleft()
-            callbacks, work._callbacks = work._callbacks or [], None
-            for fn, context, loop in callbacks:
-                if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
-                    call_back(fn, work)
-                elif loop.is_closed():
-                    continue
-                elif loop is self._loop and thread == self._loop_thread:
-                    loop.call_soon(fn, work, context=context)
-                else:
-                    loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
+            callbacks, work._callbacks = iter(work._callbacks or ()), None
+            try:
+                for fn, context, loop in callbacks:
+                    if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
+                        call_back(fn, work)
+                    elif loop.is_closed():
+                        continue
+                    elif loop is self._loop and thread == self._loop_thread:
+                        loop.call_soon(fn, work, context=context)
+                    else:
+                        loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
+            except BaseException:  # sys.exit() in a callback, or a signal's handler: the others are called later
+                work._callbacks = [*callbacks, *(work._callbacks or ())]
+                self.finished.appendleft(work)
+                raise
 
     def is_idle(self) -> bool:
         """Whether nothing is pending."""
@@ -279,23 +288,27 @@ class Engine:
         loop = self._loop
         assert loop is not None
         self._next = None
-        if self._asleep:
-            self._wake_up()
-        self.credit = TURN_CREDIT
-        now = monotonic()
-        if self.drive():
-            self._last_move = now
-        if self.is_idle():
-            self._ticking = False
-            return
-        delay = self.backoff.delay(now - self._last_move, bool(self.active))
-        if delay == 0.0:
-            if self.backoff.yields and not self._has_yielded:
-                os.sched_yield()
-            self._has_yielded = False
-            self._next = loop.call_soon(self._tick)
-            return
-        self._sleep(loop, delay)
+        try:
+            if self._asleep:
+                self._wake_up()
+            self.credit = TURN_CREDIT
+            now = monotonic()
+            if self.drive():
+                self._last_move = now
+            if self.is_idle():
+                self._ticking = False
+                return
+            delay = self.backoff.delay(now - self._last_move, bool(self.active))
+            if delay == 0.0:
+                if self.backoff.yields and not self._has_yielded:
+                    os.sched_yield()
+                self._has_yielded = False
+                self._next = loop.call_soon(self._tick)
+                return
+            self._sleep(loop, delay)
+        finally:
+            if self._next is None and self._ticking:  # a signal's handler has raised
+                self._next = loop.call_soon(self._tick)
 
     def _sleep(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
         self._asleep = True
@@ -312,13 +325,13 @@ class Engine:
         if not self._asleep:
             self.doorbell.quiet()
             return
-        if self._next is not None:
-            self._next.cancel()
         self._wake_up()
         for _ in range(RUNG_LOOKS):
             if self.drive():
                 break
         self._last_move = monotonic()
+        if self._next is not None:
+            self._next.cancel()
         self._tick()
 
     def _wake_up(self) -> None:
@@ -402,41 +415,3 @@ class Engine:
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
-
-
-class ProgressThread(threading.Thread):
-    """Drives the Engine while somebody else computes.
-
-    It never spins in bytecode: beside such a thread Python code elsewhere runs at a fraction of its
-    speed. Between two looks it sleeps, which gives the GIL away.
-    """
-
-    # 300 hooks of a backward beside a thread that naps 20 us between looks took 3.6 ms, beside one that spins 2410 ms.
-    NAP_SECONDS = 20e-6
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(name="mpdist-progress", daemon=True)
-        self._engine = engine
-        self._work = threading.Event()
-        self._ending = False
-
-    def nudge(self) -> None:
-        self._work.set()
-
-    def stop(self) -> None:
-        self._ending = True
-        self._work.set()
-        self.join()
-
-    def run(self) -> None:
-        last = monotonic()
-        while not self._ending:
-            if self._engine.is_idle():
-                self._work.wait(0.005)
-                self._work.clear()
-                last = monotonic()
-            elif self._engine.drive():
-                last = monotonic()
-            else:
-                delay = self._engine.backoff.delay(monotonic() - last, bool(self._engine.active))
-                time.sleep(max(self.NAP_SECONDS, delay))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.errors import CommunicationError, MessageTruncated, UnsupportedBuffer
 from mpdist.memory import Buffer
+from mpdist.progress.interruption import is_interruption, is_over
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.transfer import NoRoom, Room, Transfer, kept, receive_now, room_for, transfer
@@ -154,9 +155,9 @@ class Receive(Wrapped[Message]):
     def _take_reserved(self) -> bool:
         incoming = self._incoming
         assert incoming is not None
-        self._reserved = False
-        if not self.accept(incoming):
+        if not self._done and not self.accept(incoming):
             self._channel.inbox.give_back(incoming)
+        self._reserved = False
         return self._done
 
     def _advance(self) -> bool:
@@ -172,10 +173,11 @@ class Receive(Wrapped[Message]):
 
     def _step(self) -> bool:
         """Look once at the transfer; True when it is over. NoRoom: what has come of the message is kept with it."""
-        assert self._steps is not None
+        steps = self._steps
+        assert steps is not None
         try:
             while self._request is None or self._request.Test():
-                self._request = next(self._steps)
+                self._request = next(steps)
         except StopIteration as stop:
             self._arrived(stop.value)
             return True
@@ -183,11 +185,18 @@ class Receive(Wrapped[Message]):
             self._steps = self._request = None
             raise
         except Exception as error:  # a failed transfer, or an object that cannot be unpickled
+            if is_interruption(error) and not is_over(steps):
+                raise
             self._broke(error)
             return True
+        except BaseException as error:
+            if is_over(steps):
+                self._channel.engine.wrecks.append(self)
+                self._broke(error)
+            raise
         return False
 
-    def _broke(self, error: Exception) -> None:
+    def _broke(self, error: BaseException) -> None:
         self._steps = self._request = None
         if self._done:  # it was given up before
             return

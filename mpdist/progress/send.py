@@ -31,16 +31,16 @@ class Send(Requested[None]):
     tag: int
 
     def _complete(self) -> None:
-        self._request: Request | None = None
-        self._lease = None
         engine = self._channel.engine
-        active = engine.active
-        if active and active[-1] is self:
-            active.pop()
         if not self._done:  # it may have expired meanwhile
             self._done = True
             if self._callbacks is not None:
                 engine.finished.append(self)
+        self._request: Request | None = None
+        self._lease = None
+        active = engine.active
+        if active and active[-1] is self:
+            active.pop()
 
     def _release(self) -> None:
         self._lease = None

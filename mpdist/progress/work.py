@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError, WorkTimeout
 from mpdist.progress.backoff import TURN_CREDIT
+from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -266,6 +267,8 @@ class Requested(Work[T]):
                                 engine.credit -= 1
                                 break
                 except Exception as error:
+                    if is_interruption(error):
+                        raise
                     self._broke(error)
                 finally:
                     engine.lock.release()
@@ -283,23 +286,26 @@ class Requested(Work[T]):
             if not request.Test():
                 return False
         except Exception as error:
+            if is_interruption(error):
+                raise
             return self._broke(error)
         self._complete()
         return True
 
     def _complete(self) -> None:
+        # The request is forgotten last: a handler that raises in between must not leave it looking for ever.
+        if not self._done:  # it may have expired meanwhile
+            self._finish(self._result)
         self._request = None
         self._release()
         active = self._channel.engine.active
         if active and active[-1] is self:
             active.pop()
-        if not self._done:  # it may have expired meanwhile
-            self._finish(self._result)
 
     def _release(self) -> None:
         """MPI needs nothing any more."""
 
-    def _broke(self, error: Exception) -> bool:
+    def _broke(self, error: BaseException) -> bool:
         self._request = None
         self._release()
         if self._done:

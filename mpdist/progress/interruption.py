@@ -1,0 +1,33 @@
+"""Interruption: an exception from a signal's handler, in the midst of a look at what is pending.
+
+Python calls handlers between two bytecodes of the main thread, whatever that does: a
+KeyboardInterrupt, or the TimeoutError of an alarm, comes out of a look at some operation that has
+nothing to do with it. Whoever drives gets it, and the operation goes on: MPI still has its memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator
+from typing import Any
+
+# What a look runs by itself: mpdist's own code, and NumPy's where that is Python.
+_OURS = ("mpdist", "numpy")
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether what came out of a request's `Test` was raised by a handler, not by the request."""
+    return not isinstance(error, Exception) or _innermost_package(error) not in _OURS
+
+
+def is_over(steps: Generator[Any, Any, Any]) -> bool:
+    """Whether a program cannot go on: the exception went through it, not through a look at its request."""
+    return inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
+
+
+def _innermost_package(error: BaseException) -> str:
+    trace = error.__traceback__
+    assert trace is not None  # it was caught
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
