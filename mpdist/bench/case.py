@@ -21,6 +21,8 @@ OURS, RESIDENT = "mpdist", "mpdist, comm.empty"
 RAW_NOW, RAW_LATER = "raw blocking", "raw non-blocking"
 GLOO = "gloo"
 TUNED = "tuned "
+# What takes longer is not measured at the operation's larger sizes, where it would only take longer still.
+SLOW_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Case:
 
     Attributes:
         nbytes: as nccl-tests count them, see `operations`.
-        lines: by name of the contender.
+        lines: by name of the contender; mpdist's is always there, those that were too slow at smaller sizes are not.
         machine: versions, processor, date, and all else that tells one run from another.
     """
 
@@ -66,6 +68,10 @@ class Case:
     def ratio(self, ours: str, theirs: str) -> float:
         """Median of one over median of the other: smaller is better for the first."""
         return self.lines[ours].median / self.lines[theirs].median
+
+    def slow(self) -> list[str]:
+        """Contenders that take so long that they are left out at larger sizes."""
+        return [name for name, line in self.lines.items() if line.median > SLOW_SECONDS]
 
 
 def is_raw(name: str) -> bool:

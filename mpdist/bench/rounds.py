@@ -3,12 +3,17 @@
 The machine may be shared, and its cores far apart for whole runs: only times of
 the same rounds are compared. A round of a contender is as many repetitions as
 make it long enough for the clock; its time is that of the slowest rank, divided
-by the repetitions. What is decided from times is decided by rank 0 for all.
+by the repetitions. What is decided is decided from times of the slowest rank,
+which all ranks know.
+
+Some calls of some MPIs take seconds. They are measured too, with fewer warm-ups
+and fewer rounds, for nothing so slow needs more to be seen.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +32,10 @@ WARM_UPS = 10
 ROUND_SECONDS = 0.002
 MAX_REPETITIONS = 5000
 MIN_ROUNDS, MAX_ROUNDS = 7, 101
+# After so many seconds of warming one contender up, or of rounds, what has been done is enough ...
+WARM_UP_SECONDS, ROUNDS_SECONDS = 0.3, 4.0
+# ... but so many rounds there are.
+FEWEST_ROUNDS = 3
 # One poisoned element would be enough; NaN spreads through every operation that touches it.
 POISON = np.nan
 
@@ -39,8 +48,6 @@ class Agreement(Protocol):
     """What the ranks need to measure together, apart from what is measured."""
 
     def fence(self) -> None: ...
-
-    def from_first(self, item: T) -> T: ...
 
     def of_all(self, item: T) -> list[T]: ...
 
@@ -73,23 +80,40 @@ async def measure(
     bounds: Mapping[str, Bound], agreement: Agreement, seconds: float
 ) -> tuple[Plan, dict[str, list[float]]]:
     """Warm all contenders up, then let them alternate; seconds per repetition, round by round."""
-    each = {}
+    each = {name: await _warm_up(bound, agreement) for name, bound in bounds.items()}
+    chosen = plan(each, seconds)
     for name, bound in bounds.items():
-        await bound.run(WARM_UPS)
-        each[name] = await _timed(bound, agreement, 1)
-    chosen = agreement.from_first(plan(each, seconds))
-    for name, bound in bounds.items():  # the first estimate is of one repetition
-        count = max(chosen.repetitions[name] // 4, 1)
-        each[name] = await _timed(bound, agreement, count) / count
-    chosen = agreement.from_first(plan(each, seconds))
+        if chosen.repetitions[name] > 1:  # the first estimate is of single ones
+            count = max(chosen.repetitions[name] // 4, 1)
+            each[name] = await _of_slowest(bound, agreement, count) / count
+    chosen = plan(each, seconds)
+    times = await _rounds(bounds, agreement, chosen, max(seconds, ROUNDS_SECONDS))
+    return chosen, {name: agreement.slowest(kept) for name, kept in times.items()}
+
+
+async def _warm_up(bound: Bound, agreement: Agreement) -> float:
+    """Repeat until it is warm, or has been going on for long; the usual seconds of one repetition."""
+    kept: list[float] = []
+    while len(kept) < WARM_UPS and sum(kept) < WARM_UP_SECONDS:
+        kept.append(await _of_slowest(bound, agreement, 1))
+    return statistics.median(kept)
+
+
+async def _rounds(
+    bounds: Mapping[str, Bound], agreement: Agreement, chosen: Plan, longest: float
+) -> dict[str, list[float]]:
+    """This rank's seconds per repetition; no further rounds after `longest` seconds."""
     times: dict[str, list[float]] = {name: [] for name in bounds}
     names = list(bounds)
+    start = time.perf_counter()
     for number in range(chosen.rounds):
+        if number >= FEWEST_ROUNDS and agreement.slowest([time.perf_counter() - start])[0] > longest:
+            break
         first = number % len(names)  # nobody always runs after the same one
         for name in names[first:] + names[:first]:
             count = chosen.repetitions[name]
             times[name].append(await _timed(bounds[name], agreement, count) / count)
-    return chosen, {name: agreement.slowest(kept) for name, kept in times.items()}
+    return times
 
 
 async def _timed(bound: Bound, agreement: Agreement, count: int) -> float:
@@ -97,6 +121,12 @@ async def _timed(bound: Bound, agreement: Agreement, count: int) -> float:
     start = time.perf_counter()
     await bound.run(count)
     return time.perf_counter() - start
+
+
+async def _of_slowest(bound: Bound, agreement: Agreement, count: int) -> float:
+    """Seconds that the slowest rank takes; the same on all ranks."""
+    (seconds,) = agreement.slowest([await _timed(bound, agreement, count)])
+    return seconds
 
 
 async def check(what: str, bound: Bound, agreement: Agreement, rank: int, wanted: Array | None) -> None:

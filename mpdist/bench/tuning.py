@@ -58,10 +58,10 @@ def input_bytes(case: Case) -> int:
 
 def compare(native: Sequence[Case], other: Sequence[Case]) -> dict[str, tuple[list[int], list[float]]]:
     """For each operation the input sizes that both have, and time of the other / time of native."""
-    before = {(case.op, case.nbytes): case.ratio(OURS, ANCHOR) for case in native}
+    before = {(case.op, case.nbytes): case.ratio(OURS, ANCHOR) for case in native if ANCHOR in case.lines}
     found: dict[str, tuple[list[int], list[float]]] = {}
     for case in sorted(other, key=lambda case: case.nbytes):
-        if (case.op, case.nbytes) in before:
+        if (case.op, case.nbytes) in before and ANCHOR in case.lines:
             sizes, ratios = found.setdefault(case.op, ([], []))
             sizes.append(input_bytes(case))
             ratios.append(case.ratio(OURS, ANCHOR) / before[case.op, case.nbytes])

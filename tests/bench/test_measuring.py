@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, line_of, read, with_tuned
 from mpdist.bench.contenders import Bound, as_run
+from mpdist.bench.job import Bench, Task, progress_text
 from mpdist.bench.machine import core_for
-from mpdist.bench.operations import given
+from mpdist.bench.operations import Operation, given
 from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points
 from mpdist.bench.plot import plot as draw
-from mpdist.bench.rounds import MAX_REPETITIONS, MAX_ROUNDS, MIN_ROUNDS, WARM_UPS, WrongResult, check, measure, plan
+from mpdist.bench.rounds import (
+    FEWEST_ROUNDS,
+    MAX_REPETITIONS,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    ROUNDS_SECONDS,
+    WARM_UPS,
+    WrongResult,
+    check,
+    measure,
+    plan,
+)
 from mpdist.bench.table import show
 from mpdist.errors import UsageError
 
@@ -40,9 +54,11 @@ class Alone:
         return seconds
 
 
+CONTENDERS = {"ours": OURS, "resident": RESIDENT, "now": RAW_NOW, "later": RAW_LATER, "gloo": GLOO}
+
+
 def case(op: str, nbytes: int, **medians: float) -> Case:
-    names = {"ours": OURS, "resident": RESIDENT, "now": RAW_NOW, "later": RAW_LATER, "gloo": GLOO}
-    lines = {names[name]: line_of(op, nbytes, 2, [median] * 3, 5) for name, median in medians.items()}
+    lines = {CONTENDERS[name]: line_of(op, nbytes, 2, [median] * 3, 5) for name, median in medians.items()}
     return Case(op, nbytes, 2, 1, lines, MACHINE)
 
 
@@ -77,11 +93,61 @@ async def test_contenders_alternate_after_warming_up() -> None:
     calls: list[tuple[str, int]] = []
     bounds = {name: Bound(as_run(lambda n, name=name: calls.append((name, n))), None, None) for name in "ab"}
     chosen, seconds = await measure(bounds, Alone(), 0.01)
-    assert ("a", WARM_UPS) in calls
-    assert ("b", WARM_UPS) in calls
+    assert calls[: 2 * WARM_UPS] == [*[("a", 1)] * WARM_UPS, *[("b", 1)] * WARM_UPS]
     assert all(len(kept) == chosen.rounds for kept in seconds.values())
     rounds = [name for name, _ in calls][-2 * chosen.rounds :]
     assert all(set(rounds[i : i + 2]) == {"a", "b"} for i in range(0, len(rounds), 2))
+
+
+class BesideASlowRank(Alone):
+    """Another rank takes longer for anything than rounds should take together."""
+
+    def slowest(self, seconds):
+        return [ROUNDS_SECONDS + 1] * len(seconds)
+
+
+async def test_slow_contender_is_measured_in_few_calls() -> None:
+    calls: list[int] = []
+    _, seconds = await measure({"a": Bound(as_run(calls.append), None, None)}, BesideASlowRank(), 0.2)
+    assert seconds == {"a": [ROUNDS_SECONDS + 1] * FEWEST_ROUNDS}
+    assert calls == [1] * (1 + FEWEST_ROUNDS)
+
+
+class Given(Bench):
+    """A benchmark whose contenders take as long as it is told: seconds of a byte."""
+
+    def __init__(self, sizes: list[int], **seconds: float) -> None:
+        self.world = SimpleNamespace(size=2)  # type: ignore[assignment]
+        self.task = Task(["reduce", "barrier"], sizes, [], 0.1)
+        self.seconds = seconds
+
+    async def case(self, op: Operation, elements: int, without: Collection[str] = ()) -> Case:
+        medians = {
+            name: each * max(elements * 4, 1) for name, each in self.seconds.items() if CONTENDERS[name] not in without
+        }
+        return case(op.name, elements * 4, **medians)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured"),
+    [
+        ({"ours": 0.0001, "now": 0.0002}, [(8, 2), (64, 2), (256, 2), (1024, 2)]),
+        ({"ours": 0.0001, "now": 0.002}, [(8, 2), (64, 2), (256, 2), (1024, 1)]),
+        ({"ours": 0.01, "now": 0.0001}, [(8, 2), (64, 2)]),
+    ],
+)
+async def test_slow_contender_takes_no_part_at_larger_sizes(
+    seconds: dict[str, float], measured: list[tuple[int, int]]
+) -> None:
+    found = [each async for each in Given([8, 64, 256, 1024], **seconds).cases()]
+    assert [(each.nbytes, len(each.lines)) for each in found if each.op == "reduce"] == measured
+    assert len(found[-1].lines) == 2  # the next operation has them all again
+
+
+def test_progress_names_those_that_are_left_out() -> None:
+    slow = case("reduce", 4096, ours=1e-3, now=2.0)
+    assert progress_text(slow) == "reduce 4 KiB: mpdist 1 ms, raw blocking 2 s; too slow for larger sizes: raw blocking"
+    assert progress_text(CASES[0]).endswith("gloo 1 ms")
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

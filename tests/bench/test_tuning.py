@@ -10,7 +10,7 @@ import pytest
 from mpdist.algorithms.choose import Algorithm, Layout, choose, read_thresholds
 from mpdist.algorithms.choose import Thresholds as Tables
 from mpdist.bench.case import OURS, Case, Line
-from mpdist.bench.tuning import ANCHOR, cut, load, replaced, save, thresholds, tuning_path
+from mpdist.bench.tuning import ANCHOR, compare, cut, load, replaced, save, thresholds, tuning_path
 from mpdist.errors import UsageError
 
 ROWS_OF_NUMBERS = json.dumps(
@@ -62,6 +62,13 @@ def test_jobs_are_compared_through_the_anchor() -> None:
     # the machine is three times slower in this job, but the algorithm twice as fast at 64 bytes
     shared = [case("all_reduce", 64, 12, 12), case("all_reduce", 8, 24, 6), case("all_gather", 8, 1, 1)]
     assert thresholds(native, {"shared": shared}, "mpich") == {"all_reduce": {"shared_from": 64}}
+
+
+def test_sizes_at_which_the_anchor_was_too_slow_are_passed_over() -> None:
+    without = Case("reduce", 64, 2, 1, {OURS: Line(1, 1, 0, 0, 3, 1)}, {})
+    with_all = [case("reduce", 8, 1, 1), case("reduce", 64, 1, 1)]
+    for native, shared in ((with_all, [with_all[0], without]), ([with_all[0], without], with_all)):
+        assert compare(native, shared) == {"reduce": ([8], [1])}
 
 
 def test_threshold_counts_one_ranks_input() -> None:
