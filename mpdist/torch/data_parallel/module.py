@@ -166,6 +166,8 @@ class DistributedDataParallel(TorchDataParallel):
         self.require_forward_param_sync = averages
         if averages:
             self.reducer.expect(output)
+        elif torch.is_grad_enabled():
+            self.reducer.expect_nothing()
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self._buffers_sync.broadcast([buffer for _, buffer in self._synced_buffers()], authoritative_rank)

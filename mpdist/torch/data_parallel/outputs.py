@@ -2,47 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+# What holds no tensor.
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, type, Enum, np.generic, np.ndarray, torch.dtype,
+               torch.device)  # fmt: skip
+
+# What may hold tensors where attributes don't show them; a module holds many that are no output.
+CLOSED_TYPES = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, torch.nn.Module)
+
+# The attributes of so many objects are looked at: some lead to half of the program.
+LOOKED_AT = 1000
+
+
+class Entrance(Enum):
+    """Where backward enters."""
+
+    WATCHED = "by a tensor of the output, which is watched"
+    NONE = "nowhere: nothing in the output requires grad"
+    UNKNOWN = "the output has parts that cannot be looked into"
+
+
+class Search:
+    """The tensors in an output: in nested containers, dataclasses and attributes of objects.
+
+    Attributes:
+        is_complete: nothing was met that may hold tensors out of sight.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self.is_complete = True
+        self._output = output
+        self._seen: dict[int, Any] = {}
+        self._looked_at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        stack = [iter((self._output,))]
+        while stack:
+            for value in stack[-1]:
+                if isinstance(value, Tensor):
+                    yield value
+                elif not isinstance(value, PLAIN_TYPES) and id(value) not in self._seen:
+                    self._seen[id(value)] = value  # kept: else another one may get its id
+                    stack.append(iter(self._inside(value)))
+                    break
+            else:
+                stack.pop()
+
+    def _inside(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, Mapping):
+            return value.values()
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return value
+        if is_dataclass(value):
+            return [getattr(value, field.name, None) for field in fields(value)]
+        self._looked_at += 1
+        attributes = None if isinstance(value, CLOSED_TYPES) else getattr(value, "__dict__", None)
+        if attributes is None or self._looked_at > LOOKED_AT:
+            self.is_complete = False
+            return ()
+        return list(attributes.values())
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts, dataclasses and plain objects of one level."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple | set | frozenset):
-        for value in output:
-            yield from tensors_in(value)
-    elif is_dataclass(output) and not isinstance(output, type):
-        for field in fields(output):
-            yield from tensors_in(getattr(output, field.name, None))
-    else:
-        for value in getattr(output, "__dict__", {}).values():
-            if isinstance(value, Tensor):
-                yield value
+    """All tensors that can be found in it."""
+    return iter(Search(output))
 
 
-def watch(output: Any, entered: Callable[[], object]) -> bool:
-    """Call `entered()` when a backward enters by one of the output's tensors; False if none can.
+def watch(output: Any, entered: Callable[[], object]) -> Entrance:
+    """Call `entered()` when a backward enters by one of the output's tensors.
 
     Nothing of the output is changed: the node that made the tensor is watched, so that it may be modified in place.
     """
-    is_watched = False
-    for tensor in tensors_in(output):
+    search = Search(output)
+    entrance = Entrance.NONE
+    for tensor in search:
         if not tensor.requires_grad:
             continue
-        is_watched = True
+        entrance = Entrance.WATCHED
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda gradients: entered())
         else:
             _watch_leaf(tensor, entered)
-    return is_watched
+    return entrance if search.is_complete or entrance is Entrance.WATCHED else Entrance.UNKNOWN
 
 
 def _watch_leaf(tensor: Tensor, entered: Callable[[], object]) -> None:

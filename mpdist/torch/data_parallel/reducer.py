@@ -86,6 +86,7 @@ class Reducer:
         self._started = 0
         self._is_closing = False
         self._forwards = 0
+        self._empty_output = ""
         self._has_warned = False
         self.look_at_parameters()
 
@@ -117,15 +118,25 @@ class Reducer:
 
     def expect(self, output: Any) -> None:
         """A forward is over, and backward will enter by its output."""
-        self.is_expected = True
+        self.prepare_for_backward()
         self._forwards += 1
-        is_watched = outputs.watch(output, self._entered)
-        if not is_watched and self.unused.is_allowed and self.slots and not is_in_backward():
-            self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
+        entrance = outputs.watch(output, self._entered)
+        if entrance is not outputs.Entrance.NONE or not self.unused.is_allowed or not self.slots or is_in_backward():
+            return
+        self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
+        self._empty_output = type(output).__name__
+        self.is_expected = True  # a gradient that comes nevertheless is no local one
+
+    def expect_nothing(self) -> None:
+        """A forward in `no_sync()` is over: gradients of its backward only accumulate."""
+        if self._empty_output:
+            self._empty_output = ""
+            self.is_expected = False
 
     def prepare_for_backward(self, tensors: object = None) -> None:
         """Let the next backward be averaged; torch's pipelines call this after a forward in `no_sync()`."""
         self.is_expected = True
+        self._empty_output = ""
 
     # ------------------------------------------------------------------ backward
 
@@ -136,6 +147,17 @@ class Reducer:
         """
         if not self.is_active and self.slots and is_whole_backward():
             self.begin()
+
+    def _begin_with(self, slot: Slot) -> None:
+        """A gradient comes from a backward that has come to no output of the module."""
+        if self._empty_output:
+            raise UsageError(
+                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): forward returned "
+                f"{self._empty_output}, in which nothing requires grad, so this rank has taken part in the average "
+                f"with zeros; now {slot.name} gets a gradient. Return what backward begins with, in a list, a dict or "
+                "a dataclass"
+            )
+        self.begin()
 
     def begin(self) -> None:
         """A backward that is to be averaged has begun in this thread."""
@@ -173,7 +195,7 @@ class Reducer:
         if not self.is_active:
             if not self.is_expected:
                 return  # no_sync(): gradients only accumulate
-            self.begin()
+            self._begin_with(slot)
         slot.fired += 1
         if self.buckets is None:
             self._seen.append(slot.index)
