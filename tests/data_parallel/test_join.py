@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from data_parallel.pairs import assert_equal, inputs, mlp, wrapped
+from data_parallel.test_backward import Checkpointed
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist import Communicator
@@ -60,6 +61,31 @@ def test_joined_ranks_with_unused_parameters(comm: Communicator) -> None:
     with wrapped(net, comm, find_unused_parameters=True) as ours:
         got = run(comm, ours, [2, 4], {}, False)
         assert_equal(got, run(comm, theirs, [2, 4], {}, False))
+
+
+@pytest.mark.parametrize("counts", [[2, 4], [0, 2], [0, 3, 1]], ids=str)
+def test_joined_ranks_with_a_static_graph(comm: Communicator, counts: list[int]) -> None:
+    """A rank without a batch while the others learn the graph learns it when it is back."""
+    torch.manual_seed(7)
+    net = Checkpointed(True, repeats=2)
+    theirs = TorchDataParallel(Checkpointed(False, repeats=2))
+    theirs.module.load_state_dict(net.state_dict())
+    with wrapped(net, comm, static_graph=True, bucket_cap_mb=1e-4) as ours:
+        assert_equal(run(comm, ours, counts, {}, False), run(comm, theirs, counts, {}, False))
+        assert_equal(run(comm, ours, [2], {"enable": False}, False), run(comm, theirs, [2], {"enable": False}, False))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_rank_without_inputs_gets_the_mean(comm: Communicator, options: dict[str, Any]) -> None:
+    """An optimizer that has a shard needs it on every rank."""
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm, **options) as model:
+        run(comm, model, [2, 0], {}, False)
+        gradients = [parameter.grad.clone() for parameter in net.parameters()]
+        for gradient in gradients:
+            comm.broadcast(gradient, src=0).wait()
+        assert_equal([parameter.grad for parameter in net.parameters()], gradients)
 
 
 @pytest.mark.ranks(2, 3)

@@ -270,6 +270,7 @@ class DistributedDataParallel(TorchDataParallel):
             self.reducer.join_absent()
 
     def _take_last_parameters(self, is_last_joiner: bool) -> None:
+        self.reducer.all_are_back()
         source = authority(self.comm, is_last_joiner)
         named = self.module.named_parameters()
         tensors: list[torch.Tensor] = [tensor for name, tensor in named if name not in self.parameters_to_ignore]

@@ -84,7 +84,7 @@ class Reducer:
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
         self._started = 0
-        self._is_closing = False
+        self._is_closing = self._is_absent = False
         self._forwards = 0
         self._empty_output = ""
         self._has_warned = False
@@ -170,12 +170,13 @@ class Reducer:
         self._open()
         at_end_of_backward(self.finish, self._broke_off)
 
-    def _open(self) -> None:
+    def _open(self, is_absent: bool = False) -> None:
         if self.broken:
             raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
         if self.before_start is not None:
             self.before_start()
         self.is_active = True
+        self._is_absent = is_absent
         self.step += 1
         self._is_closing = False
         self._started = 0
@@ -254,6 +255,9 @@ class Reducer:
 
     def _write_notes(self) -> None:
         assert self._notes is not None
+        if self._is_absent:
+            self._notes.write_absent()
+            return
         missing: list[int] = []
         if self._is_closing or self.unused.is_static:  # else all gradients are here
             missing = [slot.index for slot in self.slots if not self.unused.has_gradient(slot)]
@@ -278,7 +282,7 @@ class Reducer:
             self.step -= 1
             return
         with torch.no_grad():
-            self._close(self._unfired)
+            self._close()
 
     def _has_fired(self) -> bool:
         return self._started > 0 or bool(self._seen) or any(slot.fired for slot in self.slots)
@@ -287,63 +291,61 @@ class Reducer:
         """Take part in a backward of the others with no gradient of this rank's own."""
         with torch.no_grad():
             self._open()
-            self._close(self._unfired)
+            self._close()
 
     def join_absent(self) -> None:
         """Take part without inputs: with zeros. The others' mean comes here too, for an optimizer that has a shard."""
         with torch.no_grad():
-            self._open()
-            self._close(self._absent)
+            self._open(is_absent=True)
+            self._close()
+
+    def all_are_back(self) -> None:
+        """Ranks that had no inputs get some again; a rank that was not there when the graph was learned learns it."""
+        if self.unused.learned_of not in (0, self.comm.size):
+            self.forget_buckets()
 
     def _unfired(self, slot: Slot) -> None:
-        """A parameter without a gradient of this backward; one of an earlier backward counts."""
+        """A parameter without a gradient of this backward; one of an earlier backward counts on a rank with inputs."""
         assert slot.bucket is not None
-        if slot.parameter.grad is None and not slot.fired:
+        if self._is_absent or (slot.parameter.grad is None and not slot.fired):
             slot.bucket.enter_nothing(slot)
         else:
             slot.bucket.enter(slot)
 
-    def _absent(self, slot: Slot) -> None:
-        assert slot.bucket is not None
-        slot.bucket.enter_nothing(slot)
-
-    def _close(self, enter: Callable[[Slot], None]) -> None:
-        is_absent = enter == self._absent
+    def _close(self) -> None:
         self._is_closing = True
         self.clock.backward_ends()
         try:
             if self.buckets is None:
-                self._agree(is_absent)
+                self._agree()
                 for slot in self.slots:
                     if slot.bucket is not None:
-                        enter(slot)
+                        self._unfired(slot)
             elif self._started < len(self.buckets):
                 for slot in self.slots:
                     if slot.bucket is not None and slot.fired < slot.due:
-                        enter(slot)
+                        self._unfired(slot)
             with self.overlap.waiting():
                 self._start_full()
-                self._wait(is_absent)
+                self._wait()
         finally:
             self.is_active = self.is_expected = False
 
-    def _agree(self, is_absent: bool) -> None:
+    def _agree(self) -> None:
         """The first backward is over: make the buckets."""
-        agreement = hold(plan.agree(self.comm, self.slots, None if is_absent else self._seen))
-        self.unused.learn(self.slots, agreement.used)
+        agreement = hold(plan.agree(self.comm, self.slots, None if self._is_absent else self._seen))
+        self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
             self.comm, self.slots, agreement.order, self.bucket_bytes, self.hook is not None
         )
         for bucket in self.buckets:
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
 
-    def _wait(self, is_absent: bool) -> None:
+    def _wait(self) -> None:
         assert self.buckets is not None
         assert self._notes is not None
         if self._own_notes is not None:
             self._write_notes()
-        if is_absent:
-            self._notes.write_absent()
         own = None if self._own_notes is None else self.comm.all_reduce(self._own_notes)
         for bucket in self.buckets:
             if self.hook is not None:
@@ -355,11 +357,11 @@ class Reducer:
             finish(own)
         for slot in self.slots:
             if slot.is_sparse:
-                sparse.average(self.comm, slot, self.divisor, is_absent)
-        if not is_absent:
+                sparse.average(self.comm, slot, self.divisor, self._is_absent)
+        if not self._is_absent:
             self._compare_forwards(self._notes.forwards())
         self.clock.step_ends(self.buckets, self._notes.seconds())
-        self.unused.settle(self.slots, self._notes, self.contributors, is_absent)
+        self.unused.settle(self.slots, self._notes, self.contributors, self._is_absent)
 
     def _compare_forwards(self, total: int) -> None:
         mine, self._forwards = self._forwards, 0

@@ -27,23 +27,27 @@ class Unused:
     Attributes:
         is_allowed: `find_unused_parameters`.
         is_static: `static_graph`.
+        learned_of: so many ranks had inputs when the static graph was learned; 0 before.
     """
 
     def __init__(self, is_allowed: bool, is_static: bool, where: str) -> None:
         self.is_allowed = is_allowed
         self.is_static = is_static
         self._where = where
-        self._static: list[int] | None = None
+        self.learned_of = 0
+        self._static: list[int] = []
 
     def forget(self) -> None:
         """Learn again what a static graph uses."""
-        self._static = None
+        self.learned_of = 0
 
-    def learn(self, slots: Sequence[Slot], used: list[int]) -> None:
+    def learn(self, slots: Sequence[Slot], used: list[int], ranks: int, is_absent: bool) -> None:
         """After the first backward: how often each hook runs in a static graph, and what no rank uses."""
         if not self.is_static:
             return
-        self._static = used
+        self.learned_of, self._static = ranks, used
+        if is_absent:
+            return
         for slot in slots:
             slot.due = slot.fired
 
@@ -57,15 +61,15 @@ class Unused:
             return
         used = notes.used()
         if self.is_static:
-            self._check_static(slots, used)
+            self._check_static(slots, used, ranks)
         elif not self.is_allowed:
             missed = [(slot, count) for slot, count in zip(slots, used, strict=True) if count != ranks]
             if missed:
                 raise self._missed(missed, ranks, is_absent)
         _give([slot for slot, ranks_using in zip(slots, used, strict=True) if ranks_using], is_absent)
 
-    def _check_static(self, slots: Sequence[Slot], used: list[int]) -> None:
-        if self._static is None or used == self._static:
+    def _check_static(self, slots: Sequence[Slot], used: list[int], ranks: int) -> None:
+        if ranks != self.learned_of or used == self._static:  # with fewer ranks the counts tell nothing
             return
         changed = [
             f"{slot.name} by {now} ranks, by {before} in the first"
