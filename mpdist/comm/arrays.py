@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from mpdist.algorithms.reduction import Reduction
 from mpdist.comm.operation import Operations, host_buffer
 from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
-from mpdist.memory import Buffer, ReduceOp, allocate_like, overlap
+from mpdist.memory import Buffer, Element, ReduceOp, allocate_like, overlap
 
 OpLike = str | ReduceOp | Callable[[Any, Any], Any]
 
@@ -87,16 +88,28 @@ class Arrays(Operations):
         return host_buffer(arrays[0])
 
 
-def text_of(buffer: Buffer) -> str:
-    return f"{buffer.element.name} x {buffer.count}"
+# Texts are remembered when a collective is over, so they are made of what keeps no array alive.
 
 
-def from_text(buffer: Buffer, src: int) -> str:
-    return f"{text_of(buffer)} from {src}"
+def text_of(element: Element, nbytes: int) -> str:
+    """`float32 x 4`."""
+    return f"{element.name} x {nbytes // element.itemsize}"
 
 
-def reduction_text(buffer: Buffer, op: OpLike) -> str:
-    return f"{text_of(buffer)} {name_of(op)}"
+def from_text(element: Element, nbytes: int, src: int) -> str:
+    return f"{text_of(element, nbytes)} from {src}"
+
+
+def to_text(element: Element, nbytes: int, dst: int) -> str:
+    return f"{text_of(element, nbytes)} to {dst}"
+
+
+def reduction_text(nbytes: int, how: Reduction) -> str:
+    return f"{text_of(how.element, nbytes)} {how.op.name}"
+
+
+def op_text(element: Element, nbytes: int, op: OpLike) -> str:
+    return f"{text_of(element, nbytes)} {name_of(op)}"
 
 
 def name_of(op: OpLike) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native, uneven
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
-from mpdist.comm.arrays import from_text, text_of
+from mpdist.comm.arrays import from_text, text_of, to_text
 from mpdist.comm.operation import host_buffer, operation
 from mpdist.comm.reductions import Reductions
 from mpdist.errors import UsageError
@@ -48,11 +48,12 @@ class Collectives(Reductions):
         """
         src = self._rank(src, "src")
         buffer = host_buffer(x, writable=src != self.rank)
-        if buffer.nbytes >= self._large_from["broadcast"]:
-            details = partial(from_text, buffer, src)
+        element, nbytes = buffer.element, buffer.nbytes
+        if nbytes >= self._large_from["broadcast"]:
+            details = partial(from_text, element, nbytes, src)
             return self._channel.post("broadcast", self._large.broadcast, details, self._channel, buffer, src)
         return self._channel.post_direct(
-            "broadcast", (from_text, buffer, src), x, self._channel.transport.ibroadcast, buffer, src
+            "broadcast", (from_text, element, nbytes, src), x, self._channel.transport.ibroadcast, buffer, src
         )
 
     @operation
@@ -70,12 +71,11 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             mine = self._only(x)
             outs = None if out is None or self.rank != dst else self._blocks(out, "out", writable=True)
-            return self._channel.post(
-                "gather", uneven.gather, lambda: f"[{mine.element.name}] to {dst}", mine, outs, dst, x[0]
-            )
+            name = mine.element.name
+            return self._channel.post("gather", uneven.gather, lambda: f"[{name}] to {dst}", mine, outs, dst, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
-        details = lambda: f"{text_of(source)} to {dst}"  # noqa: E731  # a text made on demand
+        details = partial(to_text, source.element, source.nbytes, dst)
         if source.nbytes >= self._large_from["gather"]:
             return self._channel.post("gather", self._large.gather, details, self._channel, source, target, dst)
         return self._channel.post("gather", native.gather, details, source, target, dst)
@@ -86,16 +86,16 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             mine = self._only(x)
             outs = None if out is None else self._blocks(out, "out", writable=True)
-            return self._channel.post(
-                "all_gather", uneven.all_gather, lambda: f"[{mine.element.name}]", mine, outs, x[0]
-            )
+            name = mine.element.name
+            return self._channel.post("all_gather", uneven.all_gather, lambda: f"[{name}]", mine, outs, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out)
-        if source.nbytes >= self._large_from["all_gather"]:
-            details = partial(text_of, source)
+        element, nbytes = source.element, source.nbytes
+        if nbytes >= self._large_from["all_gather"]:
+            details = partial(text_of, element, nbytes)
             return self._channel.post("all_gather", self._large.all_gather, details, self._channel, source, target)
         return self._channel.post_direct(
-            "all_gather", (text_of, source), target.owner, self._channel.transport.iall_gather, source, target
+            "all_gather", (text_of, element, nbytes), target.owner, self._channel.transport.iall_gather, source, target
         )
 
     @operation
@@ -146,17 +146,17 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             blocks = self._blocks(x, "x")
             outs = None if out is None else self._blocks(out, "out", writable=True)
-            return self._channel.post(
-                "all_to_all", uneven.all_to_all, lambda: f"[{blocks[0].element.name}]", blocks, outs, x[0]
-            )
+            name = blocks[0].element.name
+            return self._channel.post("all_to_all", uneven.all_to_all, lambda: f"[{name}]", blocks, outs, x[0])
         source = host_buffer(x)
         self._block_shape(source)
         target = self._output(source, out, source.shape)
-        if source.nbytes >= self._large_from["all_to_all"]:
-            details = partial(text_of, source)
+        element, nbytes = source.element, source.nbytes
+        if nbytes >= self._large_from["all_to_all"]:
+            details = partial(text_of, element, nbytes)
             return self._channel.post("all_to_all", self._large.all_to_all, details, self._channel, source, target)
         return self._channel.post_direct(
-            "all_to_all", (text_of, source), target.owner, self._channel.transport.iall_to_all, source, target
+            "all_to_all", (text_of, element, nbytes), target.owner, self._channel.transport.iall_to_all, source, target
         )
 
     def _spread(self, transport: Transport, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:

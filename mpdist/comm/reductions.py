@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native, uneven
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.small import SmallAllReduce
-from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, reduction_text, text_of
+from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
 from mpdist.comm.operation import host_buffer, operation
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same
@@ -51,8 +51,9 @@ class Reductions(Arrays):
                 how = self._reduction(op, target)
                 if isinstance(how, Reduction):
                     channel = self._channel
-                    words = (reduction_text, target, op)
-                    if target.nbytes < self._large_from["all_reduce"]:
+                    nbytes = target.nbytes
+                    words = (reduction_text, nbytes, how)
+                    if nbytes < self._large_from["all_reduce"]:
                         if how.is_direct:
                             call = channel.transport.iall_reduce
                             return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
@@ -79,7 +80,7 @@ class Reductions(Arrays):
             else:
                 check_apart(source, target)
         how = self._reduction(op, target)
-        details = partial(reduction_text, target, op)
+        details = partial(op_text, target.element, target.nbytes, op)
         if isinstance(how, Reduction):
             return self._post_reduction("all_reduce", details, deterministic, target.nbytes, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
@@ -93,7 +94,8 @@ class Reductions(Arrays):
         source = host_buffer(x)
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape) if self.rank == dst else None
-        details = lambda: f"{text_of(source)} {name_of(op)} to {dst}"  # noqa: E731  # a text made on demand
+        element, nbytes = source.element, source.nbytes
+        details = lambda: f"{op_text(element, nbytes, op)} to {dst}"  # noqa: E731  # a text made on demand
         if isinstance(how, Reduction):
             return self._post_reduction("reduce", details, deterministic, source.nbytes, source, target, how, dst)
         return self._channel.post("reduce", native.reduce_by_function, details, source, target, how, dst)
@@ -113,7 +115,8 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape)
         program = plain if isinstance(how, Reduction) else by_function
-        return self._channel.post(name, program, lambda: f"{text_of(source)} {name_of(op)}", source, target, how)
+        details = partial(op_text, source.element, source.nbytes, op)
+        return self._channel.post(name, program, details, source, target, how)
 
     @operation
     def reduce_scatter(
@@ -140,7 +143,7 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         shape = self._block_shape(source) if out is None else ()
         target = self._output(source, out, shape, self.size)
-        details = lambda: f"{text_of(source)} {name_of(op)}"  # noqa: E731  # as everywhere else, a text made on demand
+        details = partial(op_text, source.element, source.nbytes, op)
         if isinstance(how, Reduction):
             return self._post_reduction("reduce_scatter", details, deterministic, source.nbytes, source, target, how)
         counts = [target.count] * self.size
@@ -153,12 +156,12 @@ class Reductions(Arrays):
         mine = blocks[self.rank]
         how = self._reduction(op, mine)
         target = self._output(mine, out, mine.shape)
-        counts = [block.count for block in blocks]
+        counts, name = [block.count for block in blocks], mine.element.name
         program = native.reduce_scatterv if isinstance(how, Reduction) else native.reduce_scatter_by_function
         return self._channel.post(
             "reduce_scatter",
             program,
-            lambda: f"{mine.element.name} x {counts} {name_of(op)}",
+            lambda: f"{name} x {counts} {name_of(op)}",
             uneven.concatenated(blocks),
             target,
             counts,

@@ -64,7 +64,7 @@ class Channel:
         addressed: the members to which this one has sent, numbered as here.
         inbox: its messages and receives.
         sequence: number of collectives posted so far.
-        recent: name and place of the last of them.
+        recent: name, words and place of the last of them.
         timeout: seconds a collective may take; None: the job's default; 0: for ever.
         broken: why it refuses further use; empty while it does not.
         team: what its members share in memory, kept for the algorithms that do.
@@ -82,7 +82,7 @@ class Channel:
         self.peers = tuple(rank for place, rank in enumerate(self.world_ranks) if place != self.rank)
         self.max_tag = wire.max_tag(transport.max_tag)
         self.sequence = 0
-        self.recent: deque[tuple[str, Place | None]] = deque(maxlen=RECENT)
+        self.recent: deque[tuple[str, Words, Place | None]] = deque(maxlen=RECENT)
         self.timeout: float | None = None
         self.broken = ""
         self.collectives: deque[Collective[Any]] = deque()
@@ -117,7 +117,11 @@ class Channel:
         *arguments: Any,
         kind: type[W] = Collective,  # type: ignore[assignment]  # a default of a type variable
     ) -> W:
-        """Post a collective, in program order; the arguments are checked."""
+        """Post a collective, in program order; the arguments are checked.
+
+        Args:
+            details: makes its text; it keeps no array alive, for it is remembered longer than the collective.
+        """
         if self.broken:
             self.check_usable(op)
         loop = running_loop()
@@ -137,7 +141,7 @@ class Channel:
         with self.engine.lock:
             self.sequence += 1
             work.sequence = self.sequence
-            self.recent.append((op, work._place))
+            self.recent.append((op, (details,), work._place))
             collectives.append(work)
             if self._running is not None or self._queue:
                 work.is_queued = True
@@ -180,7 +184,7 @@ class Channel:
             work._request = call(*arguments)
             self.sequence += 1
             work.sequence = self.sequence
-            self.recent.append((op, place))
+            self.recent.append((op, words, place))
             collectives.append(work)
             engine.active.append(work)
         finally:

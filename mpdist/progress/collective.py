@@ -27,7 +27,7 @@ Place = tuple[CodeType, int]
 """A code object and the index of an instruction in it; made into words only when asked."""
 
 Words = tuple[Callable[..., str], *tuple[Any, ...]]
-"""A function and its arguments: the text of an operation's details, made only when asked."""
+"""A function and its arguments: the text of an operation's details, made only when asked. They keep no array alive."""
 
 Steps = Generator["Request", None, T]
 Program = Callable[..., Steps[Any]]

@@ -173,8 +173,8 @@ def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:
     """The collectives that are asked for, as far as they are known, and the last one."""
     last = channel.sequence
     found = {
-        last - back: Posted(last - back, op, None, _site(place), None)
-        for back, (op, place) in enumerate(reversed(list(channel.recent)))
+        last - back: Posted(last - back, op, words[0](*words[1:])[:MOST_TEXT], _site(place), None)
+        for back, (op, words, place) in enumerate(reversed(list(channel.recent)))
     }
     for work in list(channel.collectives):
         waited = None if work.done() else monotonic() - (work.since or monotonic())

@@ -203,8 +203,8 @@ def explain(operation: Operation, answers: Answers) -> str:
     if operation.kind is Kind.COLLECTIVE:
         arrived = [rank for rank in operation.members if rank in answers and rank not in late]
         lines.append(f"arrived: {operation.ranks_text(arrived)}" if arrived else "nobody has arrived")
-        if not late and not different:
-            lines.append("all ranks have called it: it is being carried out")
+        if not late:
+            lines += _progress(operation, answers, is_mismatch=bool(different))
     told = [rank for rank in late if rank in answers]
     lines += [
         f"{_verb(operation)}{operation.ranks_text([rank])}: {about(operation, answers[rank])}"
@@ -216,6 +216,16 @@ def explain(operation: Operation, answers: Answers) -> str:
     if mute:
         lines.append(f"no answer (dead, stopped, or cut off): {operation.ranks_text(mute)}")
     return "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
+
+
+def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> list[str]:
+    """How far a collective is that all ranks have called."""
+    calls = {rank: answer.call(operation) for rank, answer in answers.items()}
+    gone = [rank for rank, call in calls.items() if call is None or call.seconds is None]
+    if gone:
+        have = "has" if len(gone) == 1 else "have"
+        return [f"all ranks have called it, and {operation.ranks_text(gone)} {have} completed it and gone on"]
+    return [] if is_mismatch else ["all ranks have called it: it is being carried out"]
 
 
 def _verb(operation: Operation) -> str:

@@ -28,4 +28,4 @@ def note(channel: Any, posted: Any) -> None:
     place = users_place()
     posted._place = place
     if channel.recent and channel.sequence == posted.sequence:
-        channel.recent[-1] = (channel.recent[-1][0], place)
+        channel.recent[-1] = (*channel.recent[-1][:-1], place)

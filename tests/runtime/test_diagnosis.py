@@ -118,6 +118,24 @@ def test_different_calls_in_one_place_are_named() -> None:
     assert "it is being carried out" not in explain(COLLECTIVE, answers | {3: answered(3, CALL)})
 
 
+def test_who_has_gone_on_is_told() -> None:
+    waiting = {rank: answered(3, CALL) for rank in range(4)}
+    assert explain(COLLECTIVE, waiting).splitlines() == [
+        "    arrived: ranks 0-3",
+        "    all ranks have called it: it is being carried out",
+    ]
+    over = replace(CALL, seconds=None)
+    later = Posted(20, "broadcast", "float32 x 4 from 0", "train.py:14", 3.0)
+    gone = waiting | {1: answered(4, over, replace(later, sequence=4)), 2: answered(20, later)}
+    last = "    all ranks have called it, and ranks 1-2 have completed it and gone on"
+    assert explain(COLLECTIVE, gone).splitlines()[-1] == last
+    other = gone | {1: answered(4, replace(over, details="float32 x 8 sum"))}
+    lines = explain(COLLECTIVE, other).splitlines()
+    assert lines[0] == "    call 3 on 'world' differs between ranks:"
+    assert lines[2].split() == ["rank", "1:", "all_reduce", "float32", "x", "8", "sum", "(train.py:12)"]
+    assert lines[-1] == last
+
+
 def test_the_lowest_rank_that_waits_for_long_is_the_spokesman() -> None:
     waiting = answered(3, CALL)
     assert not is_spokesman(COLLECTIVE, 2, {0: waiting, 1: answered(2)}, 60)

@@ -1,0 +1,55 @@
+"""Channel: what is remembered of collectives that are over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpdist
+from mpdist import Communicator
+from mpdist.runtime.answers import answer, key_of
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+Call = Callable[[Communicator, Any], mpdist.Work[Any]]
+
+CALLS: dict[str, Call] = {
+    "all_reduce float32 x 4 sum": lambda comm, x: comm.all_reduce(x),
+    "all_reduce float32 x 4 add": lambda comm, x: comm.all_reduce(x, op=np.add),
+    "all_reduce float32 x 4 avg": lambda comm, x: comm.all_reduce(x, op="avg", deterministic=True),
+    "reduce float32 x 4 max to 0": lambda comm, x: comm.reduce(x, 0, op="max"),
+    "scan float32 x 4 sum": lambda comm, x: comm.scan(x),
+    "reduce_scatter float32 x 4 sum": lambda comm, x: comm.reduce_scatter(x),
+    "broadcast float32 x 4 from 0": lambda comm, x: comm.broadcast(x, 0),
+    "gather float32 x 4 to 0": lambda comm, x: comm.gather(x, 0),
+    "gather [float32] to 0": lambda comm, x: comm.gather([x], 0),
+    "all_gather float32 x 4": lambda comm, x: comm.all_gather(x),
+    "all_gather [float32]": lambda comm, x: comm.all_gather([x]),
+    "all_to_all float32 x 4": lambda comm, x: comm.all_to_all(x),
+    "all_to_all [float32]": lambda comm, x: comm.all_to_all([x] * comm.size),
+}
+
+
+async def over(comm: Communicator, call: Call) -> weakref.ref[Any]:
+    """An array that a collective has used, which is over; another one has followed."""
+    x = np.ones(4, np.float32)
+    await call(comm, x)
+    await comm.barrier()
+    return weakref.ref(x)
+
+
+@pytest.mark.parametrize("text", CALLS)
+async def test_its_text_is_known_and_its_array_is_free(comm: Communicator, text: str) -> None:
+    used = await over(comm, CALLS[text])
+    gc.collect()
+    assert used() is None
+    channel = comm._channel
+    key, number = key_of(channel.name, channel.world_ranks), channel.sequence - 1
+    told = answer(channel.engine, 0, {key: [number]}, is_finished=False).channels[key].calls[0]
+    assert told.sequence == number
+    assert f"{told.op} {told.details}" == text
