@@ -110,6 +110,7 @@ class ArrayReceive(Receive):
                 self._done = self._looked_at = True
                 channel.ring(source)  # its send is complete now
                 return
+        self.order = -channel.inbox.box.next_order()  # as if the mailbox had matched it
         self._incoming = Incoming(None, source, self._result.tag, self._element.code, self._nbytes)
         self._request = request
         self._steps = self._landed()

@@ -110,6 +110,11 @@ class Inbox:
     def _claim(self, message: Incoming, receive: Receive) -> None:
         """A kept message meets its receive; a misfit stays where it is."""
         engine = self.engine
+        if message.arriving is not None:
+            self.box.remove(message)
+            receive.reserve(message)
+            engine.active.append(receive)
+            return
         if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
             self.box.remove(message)
             receive.reserve(message)
@@ -121,6 +126,8 @@ class Inbox:
 
     def give_back(self, incoming: Incoming) -> None:
         """A cancelled receive returns its message: the next one gets it, in the old order."""
+        if incoming.lost:
+            return
         if incoming.order == 0:
             incoming.order = self.box.next_order()
         self.box.restore(incoming)

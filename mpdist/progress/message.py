@@ -89,9 +89,13 @@ class Incoming:
         parts: matched pieces, in order; None if it has none.
         head: of an object in pieces its first message, where that was received already.
         result: the data, where a receive that got them was cancelled afterwards.
+        arriving: the receive into which it still comes, though that was given up; whoever gets it waits for that.
+        lost: why it will never come.
     """
 
-    __slots__ = ("code", "handle", "head", "nbytes", "order", "parts", "probed", "receiver", "result", "src", "tag")
+    __slots__ = (
+        "arriving", "code", "handle", "head", "lost", "nbytes", "order", "parts", "probed", "result", "src", "tag",
+    )  # fmt: skip
 
     def __init__(self, handle: Any, src: int, tag: int, code: int, nbytes: int) -> None:
         self.handle = handle
@@ -102,7 +106,8 @@ class Incoming:
         self.order = 0
         self.parts: list[tuple[Any, int]] | None = None
         self.head: Any = None
-        self.receiver: Work[Message] | None = None
+        self.arriving: Work[Message] | None = None
+        self.lost = ""
         self.result: Message | None = None
         self.probed: ProbedMessage | None = None
 

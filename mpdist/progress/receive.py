@@ -3,7 +3,8 @@
 Type and size are checked before the buffer is touched; what does not fit fails
 the receive and stays queued for a better one. A receive that is cancelled before
 it meets a message is withdrawn; one that is cancelled later gives the message
-back, so that the next receive gets it: nothing is lost.
+back to its old place, so that the next receive gets it: nothing is lost. If the
+message still comes then, the next receive waits for it: nothing overtakes it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Receive(Wrapped[Message]):
     def accept(self, incoming: Incoming) -> bool:
         """Take the message; False if it does not fit: then this Work has failed, and the message is to be kept."""
         if self.takes is Takes.ENVELOPE:
+            incoming.order = incoming.order or self.order
             self._finish(self._channel.inbox.probed(incoming))
             return True
         try:
@@ -130,7 +132,7 @@ class Receive(Wrapped[Message]):
         return f"{self.describe()}: {incoming.describe()} met {got}; the message stays queued: {advice}"
 
     def reserve(self, incoming: Incoming) -> None:
-        """Hold a message until the event loop has had its turn."""
+        """Hold a message until the event loop has had its turn, or it has come."""
         self._incoming = incoming
         self._reserved = True
 
@@ -155,10 +157,18 @@ class Receive(Wrapped[Message]):
     def _take_reserved(self) -> bool:
         incoming = self._incoming
         assert incoming is not None
-        if not self._done and not self.accept(incoming):
-            self._channel.inbox.give_back(incoming)
+        if not self._done:
+            if _still_comes(incoming):
+                return False
+            self._take(incoming)
         self._reserved = False
         return self._done
+
+    def _take(self, incoming: Incoming) -> None:
+        if incoming.lost:
+            self._fail(CommunicationError(f"{self.describe()}: {incoming.describe()} is lost: {incoming.lost}"))
+        elif not self.accept(incoming):
+            self._channel.inbox.give_back(incoming)
 
     def _advance(self) -> bool:
         try:
@@ -166,8 +176,10 @@ class Receive(Wrapped[Message]):
         except NoRoom as error:
             incoming = self._incoming
             assert incoming is not None
-            if not self._done:
-                self._fail(self._no_room(incoming, error))
+            if self._given_up:
+                incoming.arriving = None
+                return True
+            self._fail(self._no_room(incoming, error))
             self._restore(incoming)
             return True
 
@@ -198,7 +210,9 @@ class Receive(Wrapped[Message]):
 
     def _broke(self, error: BaseException) -> None:
         self._steps = self._request = None
-        if self._done:  # it was given up before
+        if self._given_up:
+            self._lose(f"{type(error).__name__}: {error}")
+        if self._done:
             return
         failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
@@ -209,10 +223,10 @@ class Receive(Wrapped[Message]):
         incoming = self._incoming
         assert incoming is not None
         self._channel.ring(incoming.src)  # its send is complete now
-        if self._given_up:
-            self._give_back(message)
-        else:
+        if not self._given_up:
             self._finish(message)
+        elif self._keep(incoming, message):
+            incoming.arriving = None
 
     # ------------------------------------------------------------------ giving up
 
@@ -248,7 +262,8 @@ class Receive(Wrapped[Message]):
             return
         self._given_up = True
         if not self._done:
-            self._withdraw()  # the transfer goes on in the Engine's table
+            self._withdraw()
+            self._let_go()
         elif self._error is None:
             message = self._result
             self._withdraw()
@@ -257,16 +272,35 @@ class Receive(Wrapped[Message]):
     def _give_back(self, message: Message) -> None:
         """Let the next receive have the message, from a copy: whoever was cancelled may use their array again."""
         incoming = self._incoming
-        if incoming is None:
-            return
+        if incoming is not None and self._keep(incoming, message):
+            self._restore(incoming)
+
+    def _keep(self, incoming: Incoming, message: Message) -> bool:
         try:
             incoming.result = kept(message)
         except MemoryError as error:
-            lost = f"{incoming.describe()} is lost, there is no memory to keep it: {error}"
-            print(f"mpdist: {self.describe()} was cancelled, and {lost}", file=sys.stderr)
-            return
+            why = f"there is no memory to keep it: {error}"
+            print(f"mpdist: {self.describe()} was cancelled, and {incoming.describe()} is lost, {why}", file=sys.stderr)
+            self._lose(why)
+            return False
         incoming.handle = incoming.parts = incoming.head = None
+        return True
+
+    def _let_go(self) -> None:
+        """Its message still comes, and the transfer goes on in the Engine's table: the next receive has to wait."""
+        incoming = self._incoming
+        assert incoming is not None
+        incoming.arriving = self
         self._restore(incoming)
+
+    def _lose(self, why: str) -> None:
+        """Its message will not come to whoever has got it, or will ask for it."""
+        incoming = self._incoming
+        assert incoming is not None
+        incoming.lost = why
+        incoming.arriving = None
+        if incoming.order > 0:
+            self._channel.inbox.box.remove(incoming)
 
     def _restore(self, incoming: Incoming) -> None:
         incoming.order = incoming.order or self.order
@@ -281,6 +315,7 @@ class Receive(Wrapped[Message]):
             return
         self._given_up = True
         self._fail(error)
+        self._let_go()
 
     def _desert(self, error: BaseException) -> None:
         self._channel.inbox.box.withdraw(self)
@@ -294,6 +329,13 @@ class Receive(Wrapped[Message]):
         src = "any rank" if self.src == ANY else self.src
         tag = "any tag" if self.tag == ANY else f"tag {self.tag}"
         return f"from {src}, {tag}"
+
+
+def _still_comes(incoming: Incoming) -> bool:
+    """Look once whether a receive that was given up still gets it."""
+    if incoming.arriving is not None:
+        incoming.arriving._poll()
+    return incoming.arriving is not None
 
 
 class ReceiveObject(Receive):
