@@ -18,6 +18,7 @@ import asyncio
 import contextvars
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic
@@ -109,6 +110,7 @@ class Engine:
         self.moves = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._listener: weakref.ref[Callable[[], None]] | None = None
         self._ticking = False
         self._next: asyncio.Handle | None = None
         self._asleep = False
@@ -281,7 +283,14 @@ class Engine:
         self._loop = loop
         self._loop_thread = threading.get_ident()
         if self.doorbell.fileno() >= 0:
-            loop.add_reader(self.doorbell.fileno(), self._rung)
+            rung = self._rung  # an object of its own: the loop alone holds it, and drops it when it is closed
+            loop.add_reader(self.doorbell.fileno(), rung)
+            self._listener = weakref.ref(rung, self._dropped)
+
+    def _dropped(self, _: object) -> None:
+        """The loop holds no reader of ours any more: if it was closed, the next post is to find that none drives."""
+        if self._loop is not None and self._loop.is_closed():
+            self.detach_loop()
 
     def _tick(self) -> None:
         """One turn of the loop: drive, then come again soon or sleep."""

@@ -135,6 +135,8 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Whether it is complete, failed or cancelled."""
+        if not self._done:  # whoever asks again and again waits, be it in a later loop than the one that drove
+            self._channel.engine.ensure_ticking()
         return self._done
 
     def cancelled(self) -> bool:

@@ -170,6 +170,35 @@ def test_what_was_posted_in_one_loop_can_be_awaited_in_the_next(comm: Communicat
     assert asyncio.run(both(second, 2)) == 20
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_later_loop_drives_though_an_earlier_one_left_something_pending(comm: Communicator, is_closed: bool) -> None:
+    """The data come though nobody awaits them; after a loop that was not even closed, if somebody asks."""
+    loops = [asyncio.new_event_loop(), asyncio.new_event_loop()]
+    left: list[mpdist.Work[mpdist.Message]] = []
+    x = np.zeros(1)
+
+    async def leave_behind() -> None:
+        left.append(comm.recv(src=peer(comm), tag=1))
+        await asyncio.sleep(0.02)  # long enough to fall asleep
+
+    async def post() -> None:
+        work = comm.recv(x, peer(comm), 2)
+        comm.send(np.ones(1), peer(comm), 2)
+        for _ in range(2000):
+            if x[0] if is_closed else work.done():
+                return
+            await asyncio.sleep(0.001)
+
+    loops[0].run_until_complete(leave_behind())
+    if is_closed:
+        loops[0].close()
+    loops[1].run_until_complete(post())
+    assert x[0] == 1
+    left[0].cancel()
+    for loop in loops:
+        loop.close()
+
+
 def test_what_was_posted_in_a_loop_can_be_waited_for_after_it(comm: Communicator) -> None:
     async def post() -> list[mpdist.Work[mpdist.Message]]:
         return [comm.recv(tag=1), comm.sendrecv(np.full(50_000, 3), peer(comm), None, peer(comm), 2)]
