@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from mpdist.errors import UsageError
 from mpdist.gradients.averager import GradientAverager
 from mpdist.gradients.tree import Tree, leaves_of, with_leaves
 
@@ -43,10 +44,17 @@ def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compr
         ones (JAX) have come back new.
 
     Raises:
+        UsageError: a part of the tree is of a type that cannot be made anew.
         CollectiveMismatch: when awaited, on all ranks: their arrays differ in number, shape or type.
     """
     leaves = leaves_of(tree)
-    names = [path for path, _ in leaves]
-    averager = GradientAverager(comm, [x for _, x in leaves], op=op, compress=compress, names=names)
+    arrays = [x for _, x in leaves]
+    try:
+        with_leaves(tree, iter(arrays))
+    except TypeError as error:  # better now than when all is sent
+        raise UsageError(
+            f"a part of the tree cannot be made anew with other arrays: {error}; take lists, tuples or dicts"
+        ) from error
+    averager = GradientAverager(comm, arrays, op=op, compress=compress, names=[path for path, _ in leaves])
     averager.order = list(range(len(leaves)))  # all are here: nothing is to be learned
     return Averaging(averager, tree)

@@ -25,6 +25,7 @@ class Conversation(Generic[T]):
         self._talk = talk
         self._work: Work[Any] | None = None
         self._is_over = False
+        self._error: BaseException | None = None
         self._result: T
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -41,6 +42,8 @@ class Conversation(Generic[T]):
         return self._result
 
     def _begin(self) -> None:
+        if self._error is not None:
+            raise self._error
         if self._work is None and not self._is_over:
             self._answer(None)
 
@@ -52,3 +55,6 @@ class Conversation(Generic[T]):
         except StopIteration as stop:
             self._result = stop.value
             self._is_over = True
+        except BaseException as error:
+            self._error = error  # a generator ends with it: whoever asks again is told again
+            raise

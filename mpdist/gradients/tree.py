@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 Tree = Any
@@ -25,11 +26,17 @@ def with_leaves(tree: Tree, leaves: Iterator[Any]) -> Tree:
     if tree is None:
         return None
     if isinstance(tree, dict):
-        branches = {key: with_leaves(tree[key], leaves) for key in _sorted_keys(tree)}
-        return type(tree)((key, branches[key]) for key in tree)
+        branches = copy(tree)  # a defaultdict is not made from pairs; and this keeps the order of the keys
+        for key in _sorted_keys(tree):
+            branches[key] = with_leaves(tree[key], leaves)
+        return branches
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(with_leaves(branch, leaves) for branch in tree))
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, list):
+        result = copy(tree)
+        result[:] = [with_leaves(branch, leaves) for branch in tree]
+        return result
+    if isinstance(tree, tuple):
         return type(tree)(with_leaves(branch, leaves) for branch in tree)
     return next(leaves)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -161,6 +162,17 @@ async def test_difference_between_ranks_names_array_and_ranks(comm: Communicator
         await averager
 
 
+@pytest.mark.ranks(2, 3)
+def test_error_is_raised_again(comm: Communicator) -> None:
+    averager = GradientAverager(comm, [np.zeros(3 if comm.rank else 4)])
+    errors = []
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch) as raised:
+            averager.wait()
+        errors.append(raised.value)
+    assert errors[0] is errors[1]
+
+
 @pytest.mark.parametrize(
     ("arrays", "options", "text"),
     [
@@ -206,6 +218,26 @@ async def test_average_of_read_only_arrays_comes_back_new(comm: Communicator) ->
 
 async def test_average_of_nothing(comm: Communicator) -> None:
     assert await mpdist.average(comm, {}) == {}
+
+
+async def test_average_of_a_defaultdict(comm: Communicator) -> None:
+    tree = defaultdict(list, b=np.full(2, float(comm.rank)))
+    result = await mpdist.average(comm, tree)
+    assert result["b"] is tree["b"]
+    assert result["b"].tolist() == [(comm.size - 1) / 2] * 2
+    assert result["new"] == []
+
+
+async def test_tree_that_cannot_be_made_anew_is_refused_before_anything_is_sent(comm: Communicator) -> None:
+    class Fixed(tuple[np.ndarray]):
+        def __new__(cls) -> Fixed:
+            return super().__new__(cls, [np.full(2, float(comm.rank))])
+
+    tree, posted = Fixed(), comm._channel.sequence
+    with pytest.raises(UsageError, match="cannot be made anew with other arrays"):
+        mpdist.average(comm, tree)
+    assert comm._channel.sequence == posted
+    assert tree[0].tolist() == [comm.rank] * 2
 
 
 @pytest.mark.ranks(2, 3)

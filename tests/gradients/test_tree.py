@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -31,3 +31,10 @@ def test_form_is_kept(tree: object) -> None:
     assert type(copy) is type(tree)
     if isinstance(tree, dict):
         assert list(copy) == list(tree)
+        assert copy is not tree
+
+
+def test_defaultdict_keeps_its_factory() -> None:
+    copy = with_leaves(defaultdict(list, b=1, a=[2]), iter([2, 1]))
+    assert copy == {"b": 1, "a": [2]}
+    assert copy["new"] == []
