@@ -28,6 +28,9 @@ AWAKE, ASLEEP, REMOTE = 0, 1, 2
 REMOTE_SECONDS = 0.001
 """A ring keeps its peer hot for at least so long, so ringing more often is of no use."""
 
+SELECTABLE = 1024
+"""select() takes descriptors below this, by microseconds; poll() takes all, but sleeps whole milliseconds."""
+
 Address = Any
 
 
@@ -86,8 +89,7 @@ class Doorbell:
         try:
             if look():
                 return True
-            ready, _, _ = select.select([self.fileno()] if self.fileno() >= 0 else [], [], [], seconds)
-            return bool(ready)
+            return _has_come(self.fileno(), seconds)
         finally:
             self.wake()
             self.quiet()
@@ -156,6 +158,15 @@ class DatagramDoorbell(Doorbell):
         for each in self._sockets:
             each.close()
         self.flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
+
+
+def _has_come(fd: int, seconds: float) -> bool:
+    """Wait for something to read, no longer than that; True if there is. Below 0 is no descriptor."""
+    if fd < SELECTABLE:
+        return bool(select.select([fd] if fd >= 0 else [], [], [], seconds)[0])
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _drain(receiver: socket.socket) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import select
+import selectors
 import signal
 import sys
 import threading
@@ -107,7 +107,10 @@ class Signals:
 
     def _limit(self, pipes: dict[int, int]) -> None:
         """In a thread of its own: wait for a signal, then for the end, but not for long."""
-        ready, _, _ = select.select(list(pipes), [], [])
+        with selectors.DefaultSelector() as selector:  # select() refuses descriptors above 1023
+            for read in pipes:
+                selector.register(read, selectors.EVENT_READ)
+            ready = [key.fd for key, _ in selector.select()]
         numbers = [pipes[read] for read in ready if os.read(read, 1 << 16)]
         if numbers:
             time.sleep(FINALLY_SECONDS)

@@ -5,6 +5,8 @@ ending.py HOW
 
 import asyncio
 import gc
+import os
+import resource
 import sys
 import threading
 import time
@@ -45,6 +47,17 @@ def before():
     mpdist.finalize()
     assert "mpi4py.MPI" not in sys.modules
     mpdist.run(add)
+
+
+def many_files():
+    """Whatever mpdist opens has a number that select() does not take."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit if limit < 4096 else 4096, limit))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    world = mpdist.init()
+    if world.rank == 0:
+        time.sleep(0.2)  # the others' naps
+    assert world.all_gather_object(len(files)).wait() == [1100] * world.size
 
 
 def finalize():
