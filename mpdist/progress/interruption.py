@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Generator
 from typing import Any
 
-# What a look runs by itself: mpdist's own code, and NumPy's where that is Python.
-_OURS = ("mpdist", "numpy")
+# What a look runs by itself: mpdist's own code, mpi4py's, whose frames Cython adds, and NumPy's where that is Python.
+_OURS = ("mpdist", "mpi4py", "numpy")
 
 
 def is_interruption(error: BaseException) -> bool:
