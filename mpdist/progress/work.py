@@ -82,6 +82,10 @@ class Work(Generic[T]):
                     engine.credit = TURN_CREDIT
                 if not engine.drive_inline(self):
                     yield from engine.park(self)
+            except UsageError:  # a second running loop: whoever awaits it in the first one goes on
+                if not self._callbacks:
+                    self._abandon()
+                raise
             except BaseException:  # cancelled, or the coroutine was thrown away
                 self._abandon()
                 raise

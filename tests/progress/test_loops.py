@@ -235,6 +235,24 @@ def test_two_running_loops_are_refused_and_nothing_is_lost(comm: Communicator, i
     asyncio.run(main())
 
 
+def test_a_receive_awaited_in_a_second_running_loop_goes_on_in_the_first(comm: Communicator) -> None:
+    async def misuse(work: mpdist.Work[mpdist.Message]) -> None:
+        with pytest.raises(mpdist.UsageError, match="two running event loops"):
+            await work
+
+    async def main() -> None:
+        work = comm.recv(src=peer(comm))
+        waiting = asyncio.ensure_future(work)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(lambda: asyncio.run(misuse(work)))
+        await comm.barrier()
+        await comm.send(np.array([5]), peer(comm))
+        async with asyncio.timeout(20):
+            assert (await waiting).data[0] == 5
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------------- threads
 
 
