@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpdist.errors import CommunicationError, MpdistError, UsageError
+from mpdist.errors import MpdistError, UsageError
 from mpdist.progress.interruption import is_interruption, is_over
 from mpdist.progress.work import Requested, T, Work
 
@@ -28,6 +28,8 @@ Place = tuple[CodeType, int]
 
 Words = tuple[Callable[..., str], *tuple[Any, ...]]
 """A function and its arguments: the text of an operation's details, made only when asked. They keep no array alive."""
+
+_COMPARE = "; do all ranks call it with the same count, type and op? MPDIST_DEBUG=1 compares them"
 
 Steps = Generator["Request", None, T]
 Program = Callable[..., Steps[Any]]
@@ -132,10 +134,11 @@ class Collective(Work[T]):
         if isinstance(error, MpdistError):
             self._fail(error)
             return True
-        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._fail(failure)
+        self._fail(self._failure(error))
         return True
+
+    def _advice(self, error: BaseException) -> str:
+        return _COMPARE if isinstance(error, self._channel.transport.failure) else ""
 
     def _end(self) -> None:
         self._steps = self._request = None

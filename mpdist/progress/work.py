@@ -221,6 +221,16 @@ class Work(Generic[T]):
         if self._callbacks is not None:
             self._channel.engine.finished.append(self)
 
+    def _failure(self, error: BaseException) -> CommunicationError:
+        """What went wrong on the way, with the cause attached."""
+        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}{self._advice(error)}")
+        failure.__cause__ = error
+        return failure
+
+    def _advice(self, error: BaseException) -> str:
+        """What to look at."""
+        return ""
+
     def _withdraw(self) -> None:
         self._error = asyncio.CancelledError(f"{self.describe()} was withdrawn")
         self._cancelled = self._done = True
@@ -319,7 +329,5 @@ class Requested(Work[T]):
         if isinstance(error, MpdistError):
             self._fail(error)
             return True
-        failure = CommunicationError(f"{self.describe()} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._fail(failure)
+        self._fail(self._failure(error))
         return True
