@@ -10,6 +10,7 @@ from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.errors import WrongCall, translated
 from mpdist.torch.process_group import ProcessGroup
 from mpdist.torch.progress import Progress
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist import Communicator
@@ -31,7 +32,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
         _check_place(world, options.group_rank, options.group_size)
         free_all_agreed(world)
     try:
-        comm = world.subgroup(ranks).wait() if ranks else world.dup().wait()
+        comm = finish(world.subgroup(ranks) if ranks else world.dup())
     except mpdist.MpdistError as error:
         raise translated(error) from error
     group = ProcessGroup(comm, options.store, progress_of(world), options.timeout)

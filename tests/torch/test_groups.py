@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from datetime import timedelta
 from typing import Any
@@ -98,6 +99,23 @@ def test_gloo_starts_under_mpi_without_variables(nothing: mpdist.Communicator, m
     x = torch.ones(2)
     dist.all_reduce(x)
     assert x.tolist() == [nothing.size] * 2
+
+
+def test_starts_inside_a_running_event_loop(nothing: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_environment(monkeypatch)
+
+    async def main() -> None:
+        setup_env()
+        for _ in range(2):
+            dist.init_process_group("mpdist")
+            check_default_group(nothing)
+            own = dist.new_group(list(range(nothing.size)))
+            x = torch.ones(2)
+            await dist.all_reduce(x, group=own, async_op=True)
+            assert x.tolist() == [nothing.size] * 2
+            dist.destroy_process_group()
+
+    asyncio.run(main())
 
 
 def test_gloo_beside_it(group: dist.ProcessGroup) -> None:

@@ -1,21 +1,17 @@
-"""Waiting inside torch: backward and forward are plain calls, also where an event loop runs around them."""
+"""Waiting inside backward and forward: also for a conversation of all ranks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpdist.torch.waiting import finish
+
 if TYPE_CHECKING:
     from mpdist.gradients.talk import Talk
-    from mpdist.progress import Work
+
+__all__ = ["finish", "hold"]
 
 T = TypeVar("T")
-
-
-def finish(work: Work[T]) -> T:
-    """The result, waited for on this thread even if it is that of a running event loop, which stands still anyway."""
-    if not work.done():
-        work._channel.engine.wait(work)
-    return work.result()
 
 
 def hold(talk: Talk[T]) -> T:
