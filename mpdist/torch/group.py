@@ -69,6 +69,7 @@ class Group(dist.ProcessGroup):
         self._name = ""
         self._description = ""
         self._kept: deque[Work] = deque(maxlen=KEPT_WORKS)
+        self._monitored = (0, 0)  # the stamp of the last monitored barrier
         self._set_default_timeout(timeout)
 
     # ------------------------------------------------------------------ who

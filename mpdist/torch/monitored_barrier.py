@@ -2,6 +2,9 @@
 
 Rank 0 hears from every other rank, and then answers. So it knows who is missing; the texts are those of torch's own
 for gloo, which programs look for. Nothing here is a collective: after a failure the group stays usable.
+
+After a timeout messages of that barrier are still to come. So each carries a stamp, which grows from barrier to
+barrier, and those of earlier barriers are dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 # The largest tags are ours; torch's users count from 0.
 _ARRIVED, _PASSED = 0, 1
 
+Stamp = tuple[int, int]
+"""How many collectives the group has had, and how many monitored barriers since the last of them: a rank that has left
+a barrier out is in step again after the next collective."""
+
 
 def monitored_barrier(group: Group, timeout: timedelta | float | None, *, wait_all_ranks: bool) -> None:
     """Return when all ranks of the group have called it.
@@ -38,28 +45,33 @@ def monitored_barrier(group: Group, timeout: timedelta | float | None, *, wait_a
 
 def _collect(group: Group, seconds: float, *, wait_all_ranks: bool) -> None:
     end = monotonic() + seconds
+    stamp = _next_stamp(group)
     arrivals = {rank: _receive(group, rank, _ARRIVED) for rank in range(1, group._size)}
+    came: dict[int, Stamp] = {}
     missing = []
     for rank, arrival in arrivals.items():
-        if not _came(group, arrival, end - monotonic()):
-            missing.append(rank)
-            if not wait_all_ranks:
-                break
+        theirs = _heard(group, rank, _ARRIVED, arrival, stamp, end)
+        if theirs is not None:
+            came[rank] = theirs
+            continue
+        missing.append(rank)
+        if not wait_all_ranks:
+            break
     for arrival in arrivals.values():
         if not arrival.done():
             arrival.cancel()
     if missing:
         raise OperationTimeout(_text(missing, seconds, wait_all_ranks=wait_all_ranks), None, missing)
-    for rank in range(1, group._size):
-        _send(group, rank, _PASSED)
+    for rank, theirs in came.items():
+        _send(group, rank, _PASSED, theirs)
 
 
 def _report(group: Group, seconds: float) -> None:
-    _send(group, 0, _ARRIVED)
+    stamp = _next_stamp(group)
+    _send(group, 0, _ARRIVED, stamp)
     answer = _receive(group, 0, _PASSED)
     # Rank 0 waits for others within its own limit, and may have come later than we.
-    if not _came(group, answer, 2 * seconds):
-        answer.cancel()
+    if _heard(group, 0, _PASSED, answer, stamp, monotonic() + 2 * seconds) is None:
         rank = group._rank
         raise OperationTimeout(
             f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -68,6 +80,24 @@ def _report(group: Group, seconds: float) -> None:
             answer,
             [0],
         )
+
+
+def _heard(group: Group, rank: int, stage: int, message: Work[Any], stamp: Stamp, end: float) -> Stamp | None:
+    """The stamp of a message of this barrier, received until `end`; those of earlier ones are dropped."""
+    while _came(group, message, end - monotonic()):
+        sequence, count = message.result().data.tolist()
+        if (sequence, count) >= stamp:
+            return sequence, count
+        message = _receive(group, rank, stage)
+    message.cancel()
+    return None
+
+
+def _next_stamp(group: Group) -> Stamp:
+    sequence, count = group._monitored
+    here = group._channel.sequence
+    group._monitored = (here, count + 1 if here == sequence else 0)
+    return group._monitored
 
 
 def _text(missing: list[int], seconds: float, *, wait_all_ranks: bool) -> str:
@@ -110,9 +140,9 @@ def _tag(group: Group, stage: int) -> int:
     return group._channel.max_tag - stage
 
 
-def _send(group: Group, rank: int, stage: int) -> None:
-    group._comm.send(torch.zeros(1, dtype=torch.uint8), rank, _tag(group, stage))
+def _send(group: Group, rank: int, stage: int, stamp: Stamp) -> None:
+    group._comm.send(torch.tensor(stamp), rank, _tag(group, stage))
 
 
 def _receive(group: Group, rank: int, stage: int) -> Any:
-    return group._comm.recv(torch.zeros(1, dtype=torch.uint8), rank, _tag(group, stage))
+    return group._comm.recv(torch.zeros(2, dtype=torch.int64), rank, _tag(group, stage))

@@ -265,3 +265,36 @@ def test_a_barrier_that_names_who_is_missing(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached monitoredBarrier"):
             dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
     dist.barrier()
+
+
+def barrier_fails() -> None:
+    with pytest.raises(RuntimeError, match="monitoredBarrier"):
+        dist.monitored_barrier(timeout=timedelta(milliseconds=50), wait_all_ranks=True)
+
+
+def test_what_comes_late_for_a_barrier_does_not_count_in_the_next(group: dist.ProcessGroup) -> None:
+    rank, others = group.rank(), range(1, group.size())
+    if not others:
+        return
+    store = MpiStore("test7", MINUTE)
+    if rank == 0:
+        barrier_fails()
+        store.set("rank 0 has gone", "")
+        store.wait([f"rank {each} was late" for each in others])
+        barrier_fails()  # the others have not come to this one
+    else:
+        store.wait(["rank 0 has gone"])
+        barrier_fails()
+        store.set(f"rank {rank} was late", "")
+    dist.barrier()
+    if rank == 0:
+        store.wait([f"rank {each} has gone" for each in others])
+        dist.monitored_barrier(timeout=MINUTE)  # all have been there
+    else:
+        barrier_fails()
+        store.set(f"rank {rank} has gone", "")
+    dist.barrier()
+    if rank != 0:
+        barrier_fails()  # rank 0 has not come to this one
+    dist.barrier()
+    dist.monitored_barrier(timeout=MINUTE)
