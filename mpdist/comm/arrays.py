@@ -65,6 +65,14 @@ class Arrays(Operations):
             )
         return (shape[0] // self.size, *shape[1:])
 
+    def _out_blocks(self, out: object, sources: Sequence[Buffer]) -> list[Buffer] | None:
+        """One array for each rank, that share no memory with each other or with the inputs; None if `out` is."""
+        if out is None:
+            return None
+        blocks = self._blocks(out, "out", writable=True)
+        check_all_apart(sources, blocks)
+        return blocks
+
     def _blocks(self, arrays: object, what: str, *, writable: bool = False) -> list[Buffer]:
         """One array for each rank, all of one type."""
         if not isinstance(arrays, list | tuple):
@@ -130,6 +138,20 @@ def check_same(source: Buffer, target: Buffer, parts: int = 1) -> None:
     if source.count != parts * target.count:
         need = f"size * out = {parts * target.count}" if parts > 1 else f"as many as out, {target.count}"
         raise SizeMismatch(f"x has {source.count} elements, out has {target.count}; x must have {need}")
+
+
+def check_all_apart(sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
+    """Raise if an output overlaps another one or an input; inputs may overlap each other."""
+    blocks = [(each.address, each, f"x[{place}]", False) for place, each in enumerate(sources) if each.nbytes]
+    blocks += [(each.address, each, f"out[{place}]", True) for place, each in enumerate(outs) if each.nbytes]
+    blocks.sort(key=lambda block: block[0])
+    ends = {False: (0, ""), True: (0, "")}  # of inputs and of outputs: the furthest so far, and whose it is
+    for address, buffer, name, is_out in blocks:
+        for others in (False, True) if is_out else (True,):
+            end, other = ends[others]
+            if address < end:
+                raise UsageError(f"{other} and {name} overlap in memory; give each block of out memory of its own")
+        ends[is_out] = max(ends[is_out], (address + buffer.nbytes, name))
 
 
 def check_apart(source: Buffer, target: Buffer) -> None:

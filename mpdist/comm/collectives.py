@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native, uneven
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
-from mpdist.comm.arrays import from_text, text_of, to_text
+from mpdist.comm.arrays import check_all_apart, check_apart, from_text, text_of, to_text
 from mpdist.comm.operation import host_buffer, operation
 from mpdist.comm.reductions import Reductions
 from mpdist.errors import UsageError
@@ -70,7 +70,7 @@ class Collectives(Reductions):
         dst = self._rank(dst, "dst")
         if isinstance(x, list | tuple):
             mine = self._only(x)
-            outs = None if out is None or self.rank != dst else self._blocks(out, "out", writable=True)
+            outs = self._out_blocks(out if self.rank == dst else None, [mine])
             name = mine.element.name
             return self._channel.post("gather", uneven.gather, lambda: f"[{name}] to {dst}", mine, outs, dst, x[0])
         source = host_buffer(x)
@@ -85,7 +85,7 @@ class Collectives(Reductions):
         """Collect `x` of all ranks on all ranks, along a new leading axis of `size`; arguments as of gather."""
         if isinstance(x, list | tuple):
             mine = self._only(x)
-            outs = None if out is None else self._blocks(out, "out", writable=True)
+            outs = self._out_blocks(out, [mine])
             name = mine.element.name
             return self._channel.post("all_gather", uneven.all_gather, lambda: f"[{name}]", mine, outs, x[0])
         source = host_buffer(x)
@@ -111,7 +111,7 @@ class Collectives(Reductions):
         """
         src = self._rank(src, "src")
         target = None if out is None else host_buffer(out, writable=True)
-        parcel, refusal = self._scattered(x) if self.rank == src else (None, None)
+        parcel, refusal = self._scattered(x, target) if self.rank == src else (None, None)
         like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
         work: Work[Any] = self._channel.post(
             "scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like
@@ -121,12 +121,16 @@ class Collectives(Reductions):
             raise refusal
         return work
 
-    def _scattered(self, x: object) -> tuple[Parcel, UsageError | None]:
+    def _scattered(self, x: object, out: Buffer | None) -> tuple[Parcel, UsageError | None]:
         """The root's blocks; or its refusal, for the others, and the error, for itself."""
         try:
             if isinstance(x, list | tuple):
-                return Parcel.of_blocks(self._blocks(x, "x")), None
+                blocks = self._blocks(x, "x")
+                check_all_apart(blocks, [] if out is None else [out])
+                return Parcel.of_blocks(blocks), None
             whole = host_buffer(x)
+            if out is not None:
+                check_apart(whole, out)
             return Parcel.of_rows(whole, self.size, self._block_shape(whole)), None
         except UsageError as error:
             explained = self._explained("scatter", error)
@@ -145,7 +149,7 @@ class Collectives(Reductions):
         """
         if isinstance(x, list | tuple):
             blocks = self._blocks(x, "x")
-            outs = None if out is None else self._blocks(out, "out", writable=True)
+            outs = self._out_blocks(out, blocks)
             name = blocks[0].element.name
             return self._channel.post("all_to_all", uneven.all_to_all, lambda: f"[{name}]", blocks, outs, x[0])
         source = host_buffer(x)

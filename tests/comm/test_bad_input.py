@@ -374,6 +374,40 @@ async def assert_no_message(comm: Communicator) -> None:
         assert (message.tag, message.data.tolist()) == (5, [17])
 
 
+async def test_uneven_blocks_that_overlap_are_refused_by_name(comm: Communicator) -> None:
+    n, last = comm.size, comm.size - 1
+    base, x = np.zeros(2 * n), np.zeros(2)
+    apart = [base[2 * rank : 2 * rank + 2] for rank in range(n)]
+    between = base[1:3]
+    shifted = [*apart[:last], between]
+    for calls, words in (
+        (
+            [
+                lambda: comm.gather([x], comm.rank, out=shifted),
+                lambda: comm.all_gather([x], out=shifted),
+                lambda: comm.all_to_all([x] * n, out=shifted),
+            ],
+            rf"out\[0\] and out\[{last}\] overlap in memory",
+        ),
+        (
+            [
+                lambda: comm.gather([between], comm.rank, out=apart),
+                lambda: comm.all_gather([between], out=apart),
+                lambda: comm.all_to_all([between] + [x] * last, out=apart),
+            ],
+            r"out\[0\] and x\[0\] overlap in memory",
+        ),
+    ):
+        for call in calls:
+            with pytest.raises(UsageError, match=rf" on '{comm.name}' .*{words}"):
+                call()
+    for blocks in (base, apart):
+        with pytest.raises(UsageError, match=r"scatter on .* overlap in memory"):
+            await comm.scatter(blocks, 0, out=between if comm.rank == 0 else x)
+    await comm.all_to_all([x] * n, out=apart)
+    assert (await comm.all_gather([x], out=apart))[last].tolist() == [0, 0]
+
+
 async def test_a_bad_call_takes_no_place_in_the_order(comm: Communicator) -> None:
     """One rank makes a mistake and corrects it; the others see nothing of it."""
     if comm.rank == 0:
@@ -416,6 +450,10 @@ async def test_a_roots_bad_array_raises_on_all_ranks(comm: Communicator) -> None
     assert (await comm.all_reduce(np.ones(1)))[0] == comm.size
 
 
+def copies(x: np.ndarray, number: int) -> list[np.ndarray]:
+    return [x.copy() for _ in range(number)]
+
+
 async def test_an_uneven_block_that_does_not_fit_fails_there_and_the_order_stays(comm: Communicator) -> None:
     """The others get their blocks, and the next collective is the next one everywhere."""
     victim = comm.size - 1
@@ -429,12 +467,12 @@ async def test_an_uneven_block_that_does_not_fit_fails_there_and_the_order_stays
                 0,
                 out=bad if comm.rank == victim else None,
             ),
-            "gather": lambda x=x, bad=bad: comm.gather([x], victim, out=[bad] * comm.size),
+            "gather": lambda x=x, bad=bad: comm.gather([x], victim, out=copies(bad, comm.size)),
             "all_gather": lambda x=x, bad=bad: comm.all_gather(
-                [x], out=[bad] * comm.size if comm.rank == victim else None
+                [x], out=copies(bad, comm.size) if comm.rank == victim else None
             ),
             "all_to_all": lambda x=x, bad=bad: comm.all_to_all(
-                [x] * comm.size, out=[bad] * comm.size if comm.rank == victim else None
+                [x] * comm.size, out=copies(bad, comm.size) if comm.rank == victim else None
             ),
         }
         for op, call in calls.items():
