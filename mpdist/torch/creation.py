@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import mpdist
 from mpdist.torch import excepthook
 from mpdist.torch.burial import free_all_agreed
+from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.errors import WrongCall, translated
 from mpdist.torch.process_group import ProcessGroup
 from mpdist.torch.progress import Progress
+from mpdist.torch.registration import NAME
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -23,8 +26,9 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """A group of these ranks; collective over its members.
 
     Raises:
-        WrongCall: torch was given another rank or number of ranks than MPI has.
+        WrongCall: torch was given another rank or number of ranks than MPI has, or several backends for the group.
     """
+    check_backends(_backends_of_caller())
     world = mpdist.init()
     excepthook.install()
     ranks = list(options.global_ranks_in_group)
@@ -67,3 +71,25 @@ def _check_place(world: Communicator, rank: int, size: int) -> None:
             f"{world.rank} of {world.size}: both must agree. Start the script by `mpirun -n {size}` or "
             f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
         )
+
+
+def check_backends(backends: Mapping[str, str]) -> None:
+    """torch would take ours for all devices, and drop the others or leave them aside.
+
+    Raises:
+        WrongCall: another backend is among them.
+    """
+    if set(backends.values()) <= {NAME}:
+        return
+    given = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+    other = next(backend for backend in backends.values() if backend != NAME)
+    raise WrongCall(
+        f'"{given}": a group of {NAME} has no other backend beside it. Make it with "{NAME}", and a second group for '
+        f'the other devices: new_group(backend="{other}")'
+    )
+
+
+def _backends_of_caller() -> Mapping[str, str]:
+    """For each type of device the backend that the group is to have, which torch does not tell its creators."""
+    config = variable_of_caller("_new_process_group_helper", "backend_config")
+    return {} if config is None else dict(config.get_device_backend_map())

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import mpdist
+from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.environment import VARIABLES, setup_env
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.registration import NAME
@@ -29,9 +29,6 @@ Found = Iterator[tuple["Store", int, int]]
 
 _meetings = itertools.count()
 """Each meeting has keys of its own: those of an earlier one are still there."""
-
-# init_process_group, rendezvous, _rendezvous_helper, and the handlers.
-_CALLERS = 8
 
 
 def over_mpi(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Found:
@@ -67,12 +64,5 @@ def _check(rank: int, size: int, given_rank: int, given_size: int, who: str) -> 
 
 def _backend_of_caller() -> str:
     """The backend that init_process_group was called with, which torch does not tell its handlers."""
-    frame = sys._getframe(1)
-    for _ in range(_CALLERS):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-        if frame.f_code.co_name == "init_process_group":
-            names = str(frame.f_locals.get("backend", "")).lower()
-            return NAME if NAME in names else names
-    return ""
+    names = str(variable_of_caller("init_process_group", "backend") or "").lower()
+    return NAME if NAME in names else names

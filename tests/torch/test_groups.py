@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import mpdist
 from mpdist.torch import MpiStore, setup_env
+from mpdist.torch.creation import check_backends
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.limit(90)]
 
@@ -28,8 +29,8 @@ def nothing(world: mpdist.Communicator) -> Any:
         dist.destroy_process_group()
 
 
-def check_default_group(world: mpdist.Communicator) -> None:
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (world.rank, world.size, "mpdist")
+def check_default_group(world: mpdist.Communicator, backend: str = "mpdist") -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (world.rank, world.size, backend)
     x = torch.ones(2)
     dist.all_reduce(x)
     assert x.tolist() == [world.size] * 2
@@ -90,6 +91,19 @@ def test_another_rank_than_mpis_is_refused(nothing: mpdist.Communicator, monkeyp
     monkeypatch.undo()
     dist.init_process_group("mpdist")
     check_default_group(nothing)
+
+
+def test_several_backends_in_one_group_are_refused(nothing: mpdist.Communicator) -> None:
+    with pytest.raises(RuntimeError, match=r'"cpu:mpdist,cuda:gloo": a group .*new_group\(backend="gloo"\)'):
+        dist.init_process_group("cpu:mpdist,cuda:gloo")
+    with pytest.raises(RuntimeError, match='"cpu:gloo,cuda:mpdist": a group'):
+        check_backends({"cpu": "gloo", "cuda": "mpdist"})  # in a job gloo would be made first, and taken apart
+    dist.init_process_group("cpu:mpdist,cuda:mpdist")
+    check_default_group(nothing, "cpu:mpdist,cuda:mpdist")
+    with pytest.raises(ValueError, match="has no other backend beside it"):
+        dist.new_group(backend="cpu:mpdist,cuda:gloo")
+    own = dist.new_group(backend="cpu:mpdist")
+    dist.barrier(own)
 
 
 def test_gloo_starts_under_mpi_without_variables(nothing: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
