@@ -38,7 +38,7 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
     task = Reducing(team, x, out, how.op, None, range(team.size), cluster.rails)
     if not team.is_free():
         yield team.free()
-    before = team.begin(task.rounds + _QUIET_ROUNDS, x.nbytes, *task.facts())
+    before = team.begin(task.rounds + _QUIET_ROUNDS, task.name, x.nbytes, *task.facts())
     last = before + task.rounds + _QUIET_ROUNDS
     turn = Turn(team.channel.engine)
     is_staging = task.x_place == PRIVATE

@@ -106,7 +106,7 @@ def all_gather(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -
         for member in [team.rank, *team.after_own()]
         for number in range(nodes)
     ]
-    yield from exchange.exchange(team, railed, nodes, x.count, railed.element, range(team.size), pulls)
+    yield from exchange.exchange(team, "all_gather", railed, nodes, x.count, railed.element, range(team.size), pulls)
     return out.owner
 
 

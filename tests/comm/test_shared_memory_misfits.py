@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, SLOTS, forced, replaced
+from algorithms.forcing import SHARED, SLOTS, Way, forced, replaced
 
 import mpdist
 from mpdist import Communicator
@@ -53,25 +54,61 @@ async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, op: str
             assert (await made.all_reduce(np.ones(COUNT)) == made.size).all()
 
 
-async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communicator) -> None:
-    """It takes the algorithm for small arrays, where sizes are not told."""
-    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
-        pytest.skip("the kernel keeps processes from each other's memory here")
-    with replaced(comm, SHARED):
-        made = await comm.dup()
-        for number in range(4):
-            await made.all_reduce(np.ones(COUNT + number))
-        x = np.ones(5 if made.rank == made.size - 1 else COUNT)
-        if made.rank < made.size - 1:
-            with pytest.raises(mpdist.SizeMismatch, match=rf"rank {made.size - 1}: another operation, or fewer"):
+async def test_all_ranks_hear_of_small_arrays_and_stay_in_step(comm: Communicator) -> None:
+    """What an earlier collective left in a slot is not taken for the rest of a shorter array."""
+    async with forced(comm, SHARED) as made:
+        for _ in range(3):
+            await made.all_reduce(np.full(400, 1000.0))
+        short = made.size - 1
+        for _ in range(3):
+            x = np.ones(300 if made.rank == short else 400)
+            with pytest.raises(mpdist.SizeMismatch, match=rf"all_reduce on .*rank 0: 3200.*rank {short}: 2400\)"):
                 await made.all_reduce(x)
             assert (x == 1).all()
-        else:
-            made.all_reduce(x).forget()
+        works = [made.all_reduce(np.ones(300 if made.rank == short and number == 1 else 400)) for number in range(4)]
+        for number, work in enumerate(works):
+            if number == 1:
+                with pytest.raises(mpdist.SizeMismatch):
+                    await work
+            else:
+                assert (await work == made.size).all()
+
+
+@pytest.mark.parametrize("way", [SHARED, SLOTS], ids=str)
+@pytest.mark.parametrize("before", [3, 4])
+async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communicator, way: Way, before: int) -> None:
+    """It takes the algorithm for small arrays, so the ranks are out of step: nobody may use the communicator again."""
+    with replaced(comm, way):
+        made = await comm.dup()
+        for number in range(before):
+            await made.all_reduce(np.ones(COUNT + number))
+        x = np.ones(5 if made.rank == made.size - 1 else COUNT)
+        works = [made.all_reduce(x)]
+        if made.rank == made.size - 1:
+            works.append(made.all_reduce(x))  # it is under way when the first fails
+        for work in works:
+            with pytest.raises(mpdist.SizeMismatch, match="another operation, or fewer"):
+                await work
+        assert (x == 1).all()
+        with pytest.raises(mpdist.ClosedError, match="out of step"):
+            made.all_reduce(x)
         await comm.barrier()
         with pytest.raises(ZeroDivisionError):
             async with made:
                 raise ZeroDivisionError  # it is out of step: leaving by an exception waits for nobody
+
+
+async def test_ranks_that_call_different_operations_hear_of_it(comm: Communicator) -> None:
+    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
+        pytest.skip("the kernel keeps processes from each other's memory here")
+    async with forced(comm, SHARED) as made:
+        for _ in range(3):
+            x = np.ones(COUNT)
+            with pytest.raises(mpdist.CollectiveMismatch, match=r"rank 0: all_reduce, rank 1: broadcast") as caught:
+                await (made.broadcast(x, 0) if made.rank else made.all_reduce(x))
+            assert caught.value.calls == {rank: "broadcast" if rank else "all_reduce" for rank in range(made.size)}
+            assert (x == 1).all()
+            assert (await made.all_reduce(x) == made.size).all()
 
 
 async def test_through_slots_the_readers_hear_of_it(comm: Communicator) -> None:
@@ -87,6 +124,31 @@ async def test_through_slots_the_readers_hear_of_it(comm: Communicator) -> None:
         else:
             await made.broadcast(x, 0)
         assert not behind.any()
+        await comm.barrier()
+        with pytest.raises(ZeroDivisionError):
+            async with made:
+                raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("op", ["broadcast", "gather"])
+@pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
+async def test_through_slots_those_that_wait_for_readers_hear_of_it(
+    comm: Communicator, op: str, is_resident: bool
+) -> None:
+    """So many rounds that the root can't be done before all have come; who has read all of it may be."""
+    with replaced(comm, SLOTS):
+        made = await comm.dup()
+        x = (comm.empty if is_resident else np.empty)(8 * COUNT, np.float32)
+        short = made.size - 1
+        mine = x[: len(x) // 2] if made.rank == short else x
+        if op == "broadcast" and made.rank not in (0, short):
+            with contextlib.suppress(mpdist.SizeMismatch):
+                await CALLS[op](made, mine)
+        else:
+            with pytest.raises(mpdist.SizeMismatch, match=rf"{op} on .*rank {short}: {x.nbytes // 2}"):
+                await CALLS[op](made, mine)
+            with pytest.raises(mpdist.ClosedError, match="out of step"):
+                made.barrier()
         await comm.barrier()
         with pytest.raises(ZeroDivisionError):
             async with made:

@@ -33,10 +33,10 @@ COPY_BYTES = 2 * 1024 * 1024
 class Meeting:
     """One collective of a team: from the moment when all have told where their arrays are until all are done."""
 
-    def __init__(self, team: Team, nbytes: int, x: Buffer | None, out: Buffer | None = None) -> None:
-        """Take what must be the same on all members, see Team.misfit."""
+    def __init__(self, team: Team, op: str, nbytes: int, x: Buffer | None, out: Buffer | None = None) -> None:
+        """Take what must be the same on all members, see Team.misfit, and what others may reach."""
         self.team = team
-        self._nbytes = nbytes
+        self._call = op, nbytes
         self.turn = Turn(team.channel.engine)
         self._places = tuple(PRIVATE if each is None else team.place_of(each) for each in (x, out))
         self._round = 0
@@ -45,18 +45,21 @@ class Meeting:
         """Done when all have come; `facts` are told besides the places.
 
         Raises:
-            SizeMismatch: on all members, which stay in step.
+            SizeMismatch, CollectiveMismatch: on all members, which stay in step if each is in a meeting.
         """
         team = self.team
         if not team.is_free():
             yield team.free()
-        self._round = team.begin(1, self._nbytes, *self._places, *facts) + 1
+        self._round = team.begin(1, *self._call, *self._places, *facts) + 1
         team.tell(STAGED, self._round)
         if not team.are_at(STAGED, self._round):
             yield team.all_at(STAGED, self._round)
         misfit = team.misfit(range(team.size))
         if misfit is not None:
-            yield from self.end()
+            if team.are_in_step():
+                yield from self.end()
+            else:
+                team.give_up()
             raise misfit
 
     def end(self) -> Steps[None]:
@@ -93,7 +96,7 @@ class Meeting:
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
-    meeting = Meeting(team, x.nbytes, x)
+    meeting = Meeting(team, "broadcast", x.nbytes, x)
     yield from meeting.begin()
     if x.count:
         *_, cut, _ = cuts(x.count, team.size, team.size)
@@ -112,7 +115,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
-    meeting = Meeting(team, x.nbytes, x)
+    meeting = Meeting(team, "all_gather", x.nbytes, x)
     yield from meeting.begin()
     if x.count:
         rows = out.array().reshape(team.size, x.count)
@@ -125,7 +128,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
 
 def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
-    meeting = Meeting(team, x.nbytes, x, out)
+    meeting = Meeting(team, "gather", x.nbytes, x, out)
     yield from meeting.begin()
     if x.count:
         whole: Memory
@@ -137,7 +140,7 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
-    meeting = Meeting(team, out.nbytes, x)
+    meeting = Meeting(team, "scatter", out.nbytes, x)
     yield from meeting.begin()
     if out.count:
         whole: Memory
@@ -149,7 +152,7 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
 
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
-    meeting = Meeting(team, x.nbytes, x)
+    meeting = Meeting(team, "all_to_all", x.nbytes, x)
     yield from meeting.begin()
     if x.count:
         width = x.count // team.size
@@ -171,7 +174,8 @@ def reduce(
         out: as large as x, or x itself; None on members that do not receive.
         terms: how many inputs the result stands for, for avg.
     """
-    meeting = Meeting(team, x.nbytes, x, out)
+    op_name = "reduce" if len(receivers) == 1 else "all_reduce"
+    meeting = Meeting(team, op_name, x.nbytes, x, out)
     yield from meeting.begin(*words_of(op, x.element))
     if x.count:
         at = cuts(x.count, team.size, team.size)
@@ -202,7 +206,7 @@ def reduce_scatter(
         terms: as of `reduce`.
         mine: the rows that this member keeps, and where to.
     """
-    meeting = Meeting(team, x.nbytes, x)
+    meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
     yield from meeting.begin(*words_of(op, x.element))
     if x.count:
         inputs = meeting.memory(x, x.count)

@@ -113,6 +113,7 @@ class Shown:
 
 def exchange(
     team: Team,
+    op: str,
     x: Buffer | None,
     rows: int,
     columns: int,
@@ -124,6 +125,7 @@ def exchange(
     """Show x, and copy what this member pulls.
 
     Args:
+        op: the operation.
         x: rows * columns elements; None on members that do not show.
         showing: the members that do.
         kept: rows of this member that no other pulls.
@@ -132,7 +134,7 @@ def exchange(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(shown.rounds, rows * columns * element.itemsize, shown.place_of_x)
+    before = team.begin(shown.rounds, op, rows * columns * element.itemsize, shown.place_of_x)
     last = before + shown.rounds
     read_by_others = [row for row in range(rows) if row not in kept]
     sources = [member for member in showing if member != team.rank] if pulls else []
@@ -165,14 +167,14 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others."""
     is_root = team.rank == src
     pulls = [] if is_root else [(src, 0, x.array())]
-    return exchange(team, x if is_root else None, 1, x.count, x.element, [src], pulls)
+    return exchange(team, "broadcast", x if is_root else None, 1, x.count, x.element, [src], pulls)
 
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
     rows = out.array().reshape(team.size, x.count)
     pulls = [(member, 0, rows[member]) for member in _from_own(team)]
-    return exchange(team, x, 1, x.count, x.element, range(team.size), pulls)
+    return exchange(team, "all_gather", x, 1, x.count, x.element, range(team.size), pulls)
 
 
 def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
@@ -181,13 +183,13 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     if out is not None:
         rows = out.array().reshape(team.size, x.count)
         pulls = [(member, 0, rows[member]) for member in _from_own(team)]
-    return exchange(team, x, 1, x.count, x.element, range(team.size), pulls)
+    return exchange(team, "gather", x, 1, x.count, x.element, range(team.size), pulls)
 
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
     pulls = [(src, team.rank, out.array())]
-    return exchange(team, x, team.size, out.count, out.element, [src], pulls, [team.rank])
+    return exchange(team, "scatter", x, team.size, out.count, out.element, [src], pulls, [team.rank])
 
 
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
@@ -195,7 +197,7 @@ def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     columns = x.count // team.size
     rows = out.array().reshape(team.size, columns)
     pulls = [(member, team.rank, rows[member]) for member in _from_own(team)]
-    return exchange(team, x, team.size, columns, x.element, range(team.size), pulls, [team.rank])
+    return exchange(team, "all_to_all", x, team.size, columns, x.element, range(team.size), pulls, [team.rank])
 
 
 def _from_own(team: Team) -> list[int]:

@@ -74,6 +74,7 @@ class Reducing:
         self.rounds = max(1, -(-x.count // self.width))
         self.x_place = team.place_of(x)
         self.out_place = PRIVATE if out is None else team.place_of(out)
+        self.name = "reduce" if len(receivers) == 1 else "all_reduce"
         self.slots, self.results = team.slots(x.element)
         self.is_pair = team.size == 2 and len(receivers) == 2
         self._inputs: list[Memory | None] = []
@@ -202,7 +203,7 @@ def reduce(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(task.rounds, x.nbytes, *task.facts())
+    before = team.begin(task.rounds, task.name, x.nbytes, *task.facts())
     last = before + task.rounds
     is_staging = task.x_place == PRIVATE
     is_consuming = out is not None and task.out_place == PRIVATE
@@ -290,7 +291,7 @@ def reduce_scatter(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(shown.rounds, x.nbytes, shown.place_of_x, PRIVATE, *words_of(op, x.element))
+    before = team.begin(shown.rounds, "reduce_scatter", x.nbytes, shown.place_of_x, PRIVATE, *words_of(op, x.element))
     last = before + shown.rounds
     kept = {row for row, _ in mine}
     read_by_others = [row for row in range(shown.rows) if row not in kept]

@@ -7,11 +7,13 @@ a request, not a program: nothing but the copy and the flag happens when posting
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpdist.algorithms.shared.team import CONSUMED, REDUCED, STAGED, Team
+from mpdist.algorithms.shared.calls import call_word
+from mpdist.algorithms.shared.team import CONSUMED, REDUCED, SMALL_AT, STAGED, Team
+from mpdist.errors import MpdistError
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
@@ -24,16 +26,19 @@ SMALL_BYTES = 512 * 1024
 class SmallAllReduce:
     """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
 
-    __slots__ = ("_count", "_folder", "_number", "_out", "_slots", "_team", "_x")
+    __slots__ = ("_call", "_call_at", "_count", "_folder", "_number", "_out", "_slots", "_team", "_why", "_x")
 
     def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
         self._team: Team | None = team
+        self._why: MpdistError | None = None
         self._folder = folder
         self._count = x.count
         self._x = x.array()
         self._out = self._x if out is x else out.array()
         team.rounds = self._number = number = team.rounds + 1
         self._slots = team.slots(x.element)[0][number & 1]
+        self._call = call_word("all_reduce", x.nbytes, number)
+        self._call_at = SMALL_AT + (number & 1)
         team.small.append(self)
         if len(team.small) == 1 and team.are_at(CONSUMED, number - 2):
             self._stage(team)
@@ -45,28 +50,55 @@ class SmallAllReduce:
 
     def _stage(self, team: Team) -> None:
         np.copyto(self._slots[team.rank][: self._count], self._x)
+        team.note(self._call_at, self._call)
         team.tell(STAGED, self._number)
 
     def Test(self) -> bool:
         team = self._team
         if team is None:
+            if self._why is not None:
+                raise self._why
             return True
         number = self._number
         while (first := team.small[0]) is not self:  # whose rounds come before this one
-            if not first.Test():
+            if not first.is_over():
                 return False
         if team.staged < number:
-            if not team.are_at(CONSUMED, number - 2):
+            if not team.have_come(CONSUMED, number - 2):
                 return False
             self._stage(team)
-        if not team.are_at(STAGED, number):
+        if not team.have_come(STAGED, number):
             return False
+        if not team.agree(self._call_at, self._call):
+            self._fail(team)
         count = self._count
         sources = [slot[:count] for slot in self._slots]
         sources[team.rank] = self._x
         self._folder.fold(sources, (self._out,))
+        self._end(team)
+        return True
+
+    def is_over(self) -> bool:
+        """As `Test`, for those that come after it: where all stay in step, its error is its own."""
+        try:
+            return self.Test()
+        except MpdistError:
+            if self._team is None:
+                return True
+            raise
+
+    def _end(self, team: Team) -> None:
         team.small.popleft()
         self._team = None
-        team.note(REDUCED, number)
-        team.tell(CONSUMED, number)
-        return True
+        team.note(REDUCED, self._number)
+        team.tell(CONSUMED, self._number)
+
+    def _fail(self, team: Team) -> NoReturn:
+        """Raise on all members alike; out of step it stays the first of those under way, which then all fail so."""
+        self._why = why = team.misfit(range(team.size), self._call_at)
+        assert why is not None
+        if team.are_in_step(self._call_at):
+            self._end(team)
+        else:
+            team.give_up()
+        raise why

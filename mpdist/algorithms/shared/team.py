@@ -13,6 +13,10 @@ up to which round it has
 A slot is used every second round, so it may be written in round r when all have
 consumed round r - 2. Words only grow, so nothing is ever set back, and a member
 that is ahead by a round disturbs nobody.
+
+Members that call something else than the others are found by what each tells of
+its call. Where rounds still match all fail together and go on; where they don't,
+a member gives up, and whoever waits for it hears of it.
 """
 
 from __future__ import annotations
@@ -24,12 +28,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpdist.algorithms.meeting import meet
-from mpdist.errors import SizeMismatch
+from mpdist.algorithms.shared.calls import are_in_step, call_word, misfit
+from mpdist.errors import CommRevoked, MpdistError
 from mpdist.memory.arena import Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
     from mpdist.algorithms.shared.moving import Memory
+    from mpdist.algorithms.shared.small import SmallAllReduce
     from mpdist.memory import Buffer, Element
     from mpdist.memory.elements import Array
     from mpdist.progress.channel import Channel
@@ -37,16 +43,16 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Request
     from mpdist.transport.neighbours import Neighbours
 
-STAGED, REDUCED, CONSUMED, TAKEN, BARRIER = range(5)
+STAGED, REDUCED, CONSUMED, TAKEN, BARRIER, GIVEN_UP = range(6)
+# The call of a round of a single step, one word for each of its slots; in one line of the cache with the words above.
+SMALL_AT = 6
 # Facts about a collective's arrays, told anew for each: two sets, for the next may begin before all have read them.
 _FACTS = 5
-# The last is what must be the same on all: a size, and the round, for who takes another algorithm tells nothing.
-_NBYTES = 4
-_ROUND_BITS = 16
-_ROUND_MASK = (1 << _ROUND_BITS) - 1
-_FACTS_AT = 5
+# The last is the call: what must be the same on all.
+_CALL = 4
+_FACTS_AT = 8
 _WORDS = _FACTS_AT + 2 * _FACTS
-HEAD_BYTES = 128
+HEAD_BYTES = 192
 
 # A slot: what a member shows of private memory in one round. Two of them, and two halves for what it has reduced, stay
 # in a core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
@@ -71,21 +77,24 @@ class Place(NamedTuple):
 class Reached:
     """All these members have told a round in a word; as a request."""
 
-    __slots__ = ("_fence", "_lines", "_round", "_word")
+    __slots__ = ("_fence", "_lines", "_round", "_team", "_word")
 
-    def __init__(self, lines: list[memoryview], word: int, to_round: int, fence: object) -> None:
+    def __init__(self, team: Team, lines: list[memoryview], word: int, to_round: int) -> None:
+        self._team = team
         self._lines = lines
         self._word = word
         self._round = to_round
-        self._fence = fence
+        self._fence = team.shared.fence
 
     def Test(self) -> bool:
         word, to_round = self._word, self._round
         for line in self._lines:
             if line[word] < to_round:
+                if line[GIVEN_UP]:
+                    raise self._team.deserted()
                 return False
         if self._fence is not None:
-            self._fence()  # type: ignore[operator]  # a function
+            self._fence()
         return True
 
 
@@ -99,9 +108,9 @@ class _Free:
 
     def Test(self) -> bool:
         team = self._team
-        if team.small and not team.small[-1].Test():
+        if team.small and not team.small[-1].is_over():
             return False
-        return team.is_free()
+        return not team.small and team.have_come(CONSUMED, team.last_but_one)
 
 
 class Team:
@@ -113,6 +122,7 @@ class Team:
         rounds: of all collectives so far; the same on all members when the next starts.
         channel: the communicator's.
         round_bytes: what a member shows in one round at the most.
+        last_but_one: the last round that all must have consumed before the next collective begins.
         small: collectives of a single step that are under way, in their order.
     """
 
@@ -127,7 +137,7 @@ class Team:
         self.rounds = 0
         self._barriers = 0
         self._collectives = 0
-        self._last_but_one = 0
+        self.last_but_one = 0
         self._block = block
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self._mine = self._lines[self.rank]
@@ -138,7 +148,7 @@ class Team:
         self.round_bytes = SLOT_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
-        self.small: deque[Request] = deque()
+        self.small: deque[SmallAllReduce] = deque()
 
     def close(self, together: bool) -> None:
         """Give the slots back; not together: others may still read them, so they stay as long as this process."""
@@ -177,29 +187,40 @@ class Team:
         """The last round that this member has shown."""
         return self._mine[STAGED]
 
+    def have_come(self, word: int, to_round: int) -> bool:
+        """As `are_at`, for who waits: raises where a member has given up instead."""
+        for line in self._others:
+            if line[word] < to_round:
+                if line[GIVEN_UP]:
+                    raise self.deserted()
+                return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
     def all_at(self, word: int, to_round: int) -> Reached:
         """All others are so far."""
-        return Reached(self._others, word, to_round, self._fence)
+        return Reached(self, self._others, word, to_round)
 
     def one_at(self, member: int, word: int, to_round: int) -> Reached:
         """One member is so far."""
-        return Reached([self._lines[member]], word, to_round, self._fence)
+        return Reached(self, [self._lines[member]], word, to_round)
 
     def is_free(self) -> bool:
         """Whether the next collective may begin; as a request it is `free`."""
-        return not self.small and self.are_at(CONSUMED, self._last_but_one)
+        return not self.small and self.are_at(CONSUMED, self.last_but_one)
 
     def free(self) -> Request:
         """The next collective may begin."""
         return _Free(self)
 
-    def begin(self, rounds: int, nbytes: int, *facts: int) -> int:
+    def begin(self, rounds: int, op: str, nbytes: int, *facts: int) -> int:
         """Reserve rounds for a collective, and put down where this member's arrays are; the next `tell` makes it known.
 
         The team is free. At the end every word of this member must be at the collective's last round.
 
         Args:
-            nbytes: what must be the same on all members, see `misfit`.
+            op: the operation; with `nbytes` what must be the same on all members, see `misfit`.
 
         Returns:
             The number before its first round.
@@ -207,10 +228,10 @@ class Team:
         before = self.rounds
         self.rounds += rounds
         # These facts take the place of those of the collective before the last, which all are done with.
-        self._last_but_one = before
+        self.last_but_one = before
         self._collectives += 1
         at = self._facts_at()
-        self._mine[at + _NBYTES] = nbytes << _ROUND_BITS | (before + 1) & _ROUND_MASK
+        self._mine[self._call_at()] = call_word(op, nbytes, before + 1)
         for fact in facts:
             self._mine[at] = fact
             at += 1
@@ -229,29 +250,58 @@ class Team:
         at = self._facts_at() + number
         return [line[at] for line in self._lines]
 
-    def misfit(self, members: Sequence[int]) -> SizeMismatch | None:
-        """Why the arrays of these members, who have told a round, do not go together; None if they do.
+    def agree(self, at: int, call: int) -> bool:
+        """Whether all others tell of this call in a word."""
+        for line in self._others:  # noqa: SIM110  # all() of a generator takes four times as long
+            if line[at] != call:
+                return False
+        return True
+
+    def misfit(self, members: Sequence[int], at: int | None = None) -> MpdistError | None:
+        """Why the calls of these members, who have told a round, do not go together; None if they do.
 
         Others may write into an array as far as their own reaches, so this comes before.
+
+        Args:
+            at: the word of the call; missing: that of the last collective that has begun.
         """
-        at = self._facts_at() + _NBYTES
-        told = [self._lines[member][at] for member in members]
-        if min(told) == max(told):
-            return None
-        mine = self._mine[at] & _ROUND_MASK
-        sizes = [
-            str(word >> _ROUND_BITS) if word & _ROUND_MASK == mine else "another operation, or fewer" for word in told
-        ]
-        ranks = [self.channel.world_ranks.index(self.members[member].world_rank) for member in members]
-        listed = ", ".join(f"rank {rank}: {size}" for rank, size in sorted(zip(ranks, sizes, strict=True)))
-        return SizeMismatch(f"the ranks' arrays differ in bytes ({listed}); give all the same number of elements")
+        at = self._call_at() if at is None else at
+        calls = {self._rank_of(member): self._lines[member][at] for member in members}
+        return misfit(self.channel.where(), calls, self._mine[at])
+
+    def are_in_step(self, at: int | None = None) -> bool:
+        """Whether all members tell of the same round; then they can fail together and go on."""
+        at = self._call_at() if at is None else at
+        return are_in_step([line[at] for line in self._lines])
 
     def check_fit(self, members: Sequence[int]) -> None:
-        """Raise SizeMismatch if the members' arrays do not go together; then they are out of step."""
-        misfit = self.misfit(members)
-        if misfit is not None:
-            self.channel.give_up("its ranks gave arrays of different sizes, and are out of step")
-            raise misfit
+        """Raise if the members' calls do not go together; then they are out of step."""
+        why = self.misfit(members)
+        if why is not None:
+            self.give_up()
+            raise why
+
+    def give_up(self) -> None:
+        """Refuse further use; members that wait for this one hear of it."""
+        self.channel.give_up("its ranks gave different sizes or called different collectives, and are out of step")
+        self.tell(GIVEN_UP, 1)
+
+    def deserted(self) -> MpdistError:
+        """Why this member waits in vain for one that has given up; so it gives up, too."""
+        gone = [str(self._rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
+        self.give_up()
+        at = self._call_at()
+        come = [member for member, line in enumerate(self._lines) if are_in_step([line[at], self._mine[at]])]
+        return self.misfit(come) or CommRevoked(
+            f"a collective on {self.channel.where()} waits in vain: rank {', '.join(gone)} gave the communicator up, "
+            "because the ranks' calls did not go together"
+        )
+
+    def _rank_of(self, member: int) -> int:
+        return self.channel.world_ranks.index(self.members[member].world_rank)
+
+    def _call_at(self) -> int:
+        return self._facts_at() + _CALL
 
     def _facts_at(self) -> int:
         return _FACTS_AT + self._collectives % 2 * _FACTS

@@ -1,0 +1,64 @@
+"""Calls: what each member tells of its collective in one word, and why the calls of several do not go together.
+
+A word holds the bytes that must be the same on all, the operation, and its first
+round: who takes another algorithm tells nothing, and what it told before has
+another round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from mpdist.errors import CollectiveMismatch, MpdistError, SizeMismatch
+
+OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "scatter", "all_gather", "all_to_all")
+
+_ROUND_BITS, _OPERATION_BITS = 16, 4
+_ROUND_MASK = (1 << _ROUND_BITS) - 1
+_OPERATION_MASK = (1 << _OPERATION_BITS) - 1
+
+
+def call_word(op: str, nbytes: int, number: int) -> int:
+    """A call as a word; `number`: of its first round."""
+    return (nbytes << _OPERATION_BITS | OPERATIONS.index(op)) << _ROUND_BITS | number & _ROUND_MASK
+
+
+def are_in_step(calls: Collection[int]) -> bool:
+    """Whether they begin with the same round."""
+    return len({call & _ROUND_MASK for call in calls}) == 1
+
+
+def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | None:
+    """Why calls do not go together, on the member whose own is `mine`; None if they do.
+
+    Args:
+        where: the communicator.
+        calls: rank -> what it tells.
+    """
+    if len(set(calls.values())) < 2:
+        return None
+    ops = {rank: _operation(call) for rank, call in calls.items()}
+    if are_in_step(calls.values()) and len(set(ops.values())) > 1:
+        text = f"collectives on {where} differ between ranks ({listed(ops)}); all must call the same ones in one order"
+        return CollectiveMismatch(text, ops)
+    sizes = {
+        rank: "another operation, or fewer" if (call ^ mine) & _ROUND_MASK else str(_nbytes(call))
+        for rank, call in calls.items()
+    }
+    return SizeMismatch(
+        f"{_operation(mine)} on {where}: the ranks' arrays differ in bytes ({listed(sizes)}); "
+        "give all the same number of elements"
+    )
+
+
+def listed(words: Mapping[int, str]) -> str:
+    """`rank 0: this, rank 2: that`."""
+    return ", ".join(f"rank {rank}: {each}" for rank, each in sorted(words.items()))
+
+
+def _operation(call: int) -> str:
+    return OPERATIONS[call >> _ROUND_BITS & _OPERATION_MASK]
+
+
+def _nbytes(call: int) -> int:
+    return call >> _ROUND_BITS + _OPERATION_BITS
