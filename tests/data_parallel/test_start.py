@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from data_parallel.pairs import mlp, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
@@ -74,11 +75,44 @@ def _half_frozen() -> nn.Module:
         (lambda: nn.Linear(2, 2), {"bucket_cap_mb": 0}, "bucket_cap_mb is 0"),
         (lambda: nn.Linear(2, 2), {"device_ids": [0]}, "leave them out"),
         (lambda: nn.Linear(2, 2), {"process_group": object()}, "comm or process_group"),
+        (lambda: nn.Linear(2, 2), {"mixed_precision": object()}, "mixed_precision=.*torch.autocast"),
     ],
 )
 def test_refusals(comm: Communicator, make: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         DistributedDataParallel(make(), comm, **options)
+
+
+def test_second_argument_may_be_a_group_and_nothing_else(comm: Communicator, gloo: dist.ProcessGroup) -> None:
+    with pytest.raises(UsageError, match=r"comm is \[0\]; .*Leave device_ids out"):
+        DistributedDataParallel(nn.Linear(2, 2), [0])
+    with pytest.raises(UsageError, match="process_group is of backend 'gloo'"):
+        DistributedDataParallel(nn.Linear(2, 2), gloo)
+    with pytest.raises(UsageError, match="two process groups"):
+        DistributedDataParallel(nn.Linear(2, 2), gloo, process_group=gloo)
+
+
+def test_options_of_torchs_class_that_change_nothing_are_taken(comm: Communicator) -> None:
+    with wrapped(nn.Linear(2, 2), comm, dim=0, check_reduction=False, mixed_precision=None):
+        pass
+    with pytest.raises(TypeError, match="unexpected keyword argument 'check_reductions'"):
+        DistributedDataParallel(nn.Linear(2, 2), comm, check_reductions=False)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_are_not_broadcast_may_differ(comm: Communicator) -> None:
+    def build() -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("seen", torch.full((2 + comm.rank,), float(comm.rank)))
+        return net
+
+    net = build()
+    with wrapped(net, comm, broadcast_buffers=False) as model:
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.all(net.seen == comm.rank)
+    for options in ({}, {"forward_sync_buffers": False}):
+        with pytest.raises(CollectiveMismatch, match="buffers differ"):
+            DistributedDataParallel(build(), comm, **options)
 
 
 def test_it_is_torchs_class_to_torchs_own_code(comm: Communicator) -> None:

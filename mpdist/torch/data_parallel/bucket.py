@@ -161,6 +161,13 @@ class Bucket:
         if result.data_ptr() != self._gradients.data_ptr():
             self._gradients.copy_(result.reshape(-1))
 
+    def leave(self) -> None:
+        """All is averaged: the gradients are in their places already."""
+
+    def give(self, slot: Slot) -> None:
+        """The mean goes to a parameter that has no gradient here."""
+        slot.parameter.grad = slot.view
+
     # ------------------------------------------------------------------ as torch's GradBucket
 
     def number(self, index: int, is_last: bool) -> None:

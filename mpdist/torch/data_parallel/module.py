@@ -17,16 +17,21 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import UsageError
 from mpdist.gradients.buckets import BUCKET_BYTES
-from mpdist.torch.data_parallel import start
+from mpdist.torch.data_parallel import options, start
+from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers
 from mpdist.torch.data_parallel.ending import is_in_backward
-from mpdist.torch.data_parallel.groups import own_communicator
+from mpdist.torch.data_parallel.groups import own_communicator, told
 from mpdist.torch.data_parallel.join import DataParallelHook, OwnJoin, Roll, authority
+from mpdist.torch.data_parallel.own_gradients import PassingBucket
 from mpdist.torch.data_parallel.reducer import Reducer
 from mpdist.torch.data_parallel.sparse import sparse_parameters
 from mpdist.torch.data_parallel.unused import Unused
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     from mpdist.comm import Communicator
     from mpdist.torch.data_parallel.statistics import Statistics
 
@@ -57,7 +62,7 @@ class DistributedDataParallel(TorchDataParallel):
     def __init__(
         self,
         module: torch.nn.Module,
-        comm: Communicator | None = None,
+        comm: Communicator | dist.ProcessGroup | None = None,
         *,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
@@ -68,21 +73,27 @@ class DistributedDataParallel(TorchDataParallel):
         static_graph: bool = False,
         device_ids: object = None,
         output_device: object = None,
+        device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        **others: object,
     ) -> None:
         """Wrap a module; collective over the ranks of `comm`.
 
         Args:
             module: on the CPU, with the same parameters in the same order on all ranks.
             comm: missing: that of `process_group`, or of torch's default group, or the world's.
-            broadcast_buffers: before each forward all ranks get the buffers of rank 0.
+            broadcast_buffers: at the start and before each forward all ranks get the buffers of rank 0.
             init_sync: compare parameters between ranks, and give all ranks those of rank 0.
-            process_group: one of backend mpdist, in place of `comm`.
+            process_group: one of backend mpdist, in place of `comm`; `comm` takes it too.
             bucket_cap_mb: gradients travel in messages of about this many MiB.
             find_unused_parameters: forwards may leave parameters out, other ones on each rank.
-            gradient_as_bucket_view: gradients always are views of the buckets; here for torch's signature.
+            gradient_as_bucket_view: False: gradients are copied out of the buckets, into the tensors that they were.
             static_graph: each backward uses the same parameters in the same way; allows reentrant checkpoints that
                 share parameters.
             device_ids, output_device: None, as on the CPU.
+            device_mesh: of one dimension, in place of `process_group`.
+            forward_sync_buffers: in place of `broadcast_buffers`, for forwards; the start gives buffers in any case.
+            others: further options of torch's class, where they change nothing.
 
         Raises:
             CollectiveMismatch: parameters differ between ranks; it names them.
@@ -94,6 +105,8 @@ class DistributedDataParallel(TorchDataParallel):
             raise UsageError(f"device_ids={device_ids!r}, output_device={output_device!r}: leave them out on the CPU")
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive")
+        options.check(others)
+        comm, process_group = told(comm, process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self.device = _checked(named)
@@ -103,12 +116,12 @@ class DistributedDataParallel(TorchDataParallel):
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.gradient_as_bucket_view = True
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         bucket_bytes = BUCKET_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
         self.bucket_bytes_cap = max(bucket_bytes, FIRST_BUCKET_BYTES)
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.device_type = self.device.type
         self.device_ids = self.output_device = self.mixed_precision = self.logger = None
         self.dim = 0
@@ -121,21 +134,22 @@ class DistributedDataParallel(TorchDataParallel):
         self._delay_all_reduce_all_params = False
         try:
             if init_sync:
-                self._make_equal(named)
+                has_own_buffers = not broadcast_buffers and forward_sync_buffers is None
+                self._make_equal(named, [] if has_own_buffers else self._synced_buffers())
         except BaseException:
             self.comm._closed("its DistributedDataParallel was not made")
             raise
         unused = Unused(find_unused_parameters, static_graph, f"'{self.comm.name}' (rank {self.comm.rank})")
-        reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes)
+        bucket_type = Bucket if gradient_as_bucket_view else PassingBucket
+        reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes, bucket_type)
         self.reducer = reducer
         weakref.finalize(self, _let_go, reducer, self.comm).atexit = False
 
-    def _make_equal(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    def _make_equal(self, named: list[tuple[str, torch.nn.Parameter]], buffers: list[tuple[str, torch.Tensor]]) -> None:
         """Compare the module between the ranks, and give all of them the values of rank 0."""
         start.compare(self.comm, "parameters", named)
-        start.compare(self.comm, "buffers", self._synced_buffers())
-        states = [*named, *(self._synced_buffers() if self.broadcast_buffers else [])]
-        start.broadcast(self.comm, [tensor for _, tensor in states], 0)
+        start.compare(self.comm, "buffers", buffers)
+        start.broadcast(self.comm, [tensor for _, tensor in [*named, *buffers]], 0)
 
     # ------------------------------------------------------------------ forward
 

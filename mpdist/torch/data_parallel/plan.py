@@ -46,7 +46,12 @@ def agree(comm: Communicator, slots: Sequence[Slot], seen: Sequence[int] | None)
 
 
 def make_buckets(
-    comm: Communicator, slots: Sequence[Slot], order: Sequence[int], bucket_bytes: int, is_hooked: bool
+    comm: Communicator,
+    slots: Sequence[Slot],
+    order: Sequence[int],
+    bucket_bytes: int,
+    is_hooked: bool,
+    make: type[Bucket] = Bucket,
 ) -> tuple[list[Bucket], Notes, torch.Tensor | None]:
     """The buckets in their order, the notes, and the memory of the notes where they are a message of their own."""
     dense = [index for index in order if not slots[index].is_sparse]
@@ -59,7 +64,7 @@ def make_buckets(
     for number, group in enumerate(groups):
         is_last = number == len(groups) - 1
         tail = length if is_last and has_room else 0
-        buckets.append(Bucket(comm, [slots[index] for index in group], tail, is_hooked))
+        buckets.append(make(comm, [slots[index] for index in group], tail, is_hooked))
         buckets[-1].number(number, is_last)
     own = None if has_room else empty(comm, length, torch.float32)
     return buckets, Notes(buckets[-1].tail if own is None else own, len(slots), comm.rank, comm.size), own

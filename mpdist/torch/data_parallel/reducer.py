@@ -22,6 +22,7 @@ import torch
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
 from mpdist.torch.data_parallel import outputs, plan, sparse
+from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
 from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.data_parallel.overlap import Overlap
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from mpdist.comm import Communicator
-    from mpdist.torch.data_parallel.bucket import Bucket
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -60,10 +60,12 @@ class Reducer:
         sparse_parameters: set[torch.Tensor],
         unused: Unused,
         bucket_bytes: int,
+        bucket_type: type[Bucket] = Bucket,
     ) -> None:
         self.comm = comm
         self.unused = unused
         self.bucket_bytes = bucket_bytes
+        self.bucket_type = bucket_type
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] | None = None
         self.is_expected = False
@@ -336,7 +338,7 @@ class Reducer:
         agreement = hold(plan.agree(self.comm, self.slots, None if self._is_absent else self._seen))
         self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
-            self.comm, self.slots, agreement.order, self.bucket_bytes, self.hook is not None
+            self.comm, self.slots, agreement.order, self.bucket_bytes, self.hook is not None, self.bucket_type
         )
         for bucket in self.buckets:
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
@@ -355,6 +357,8 @@ class Reducer:
                 finish(bucket.work)
         if own is not None:
             finish(own)
+        for bucket in self.buckets:
+            bucket.leave()
         for slot in self.slots:
             if slot.is_sparse:
                 sparse.average(self.comm, slot, self.divisor, self._is_absent)

@@ -105,5 +105,5 @@ class Unused:
 def _give(slots: Sequence[Slot], is_absent: bool) -> None:
     """Parameters without a gradient on this rank get that of the others; all of them on a rank without inputs."""
     for slot in slots:
-        if slot.view is not None and (is_absent or slot.parameter.grad is None):
-            slot.parameter.grad = slot.view
+        if slot.bucket is not None and (is_absent or slot.parameter.grad is None):
+            slot.bucket.give(slot)

@@ -1,0 +1,30 @@
+"""Options: what torch's class takes and ours does not, or does anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpdist.errors import UsageError
+
+# What torch ignores on the CPU too, or what is always so here.
+IGNORED = ("dim", "check_reduction", "batched_grad_copy")
+
+# What to do instead.
+REFUSED = {
+    "mixed_precision": "run forward under torch.autocast, or convert the module",
+    "bucket_cap_mb_list": "bucket_cap_mb is for all buckets",
+    "delay_all_reduce_named_params": "gradients are averaged within the backward that makes them",
+    "param_to_hook_all_reduce": "gradients are averaged within the backward that makes them",
+    "skip_all_reduce_unused_params": "freeze what is never used: requires_grad_(False)",
+}
+
+
+def check(options: Mapping[str, object]) -> None:
+    """Raise UsageError for what is refused, TypeError for what torch does not know either."""
+    for name, value in options.items():
+        if name in IGNORED:
+            continue
+        if name not in REFUSED:
+            raise TypeError(f"DistributedDataParallel got an unexpected keyword argument {name!r}")
+        if value:
+            raise UsageError(f"{name}={value!r} is for torch's own DistributedDataParallel only: {REFUSED[name]}")

@@ -1,0 +1,57 @@
+"""Own gradients: the parameters keep tensors of their own, as torch's class has it without gradient_as_bucket_view.
+
+The result is copied from the bucket into the tensor that was `parameter.grad`, so that one that the user has made or
+kept holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from mpdist.torch.data_parallel.bucket import Bucket
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.slot import Slot
+
+
+class PassingBucket(Bucket):
+    """A bucket that gradients only pass through."""
+
+    def __init__(self, comm: Communicator, slots: Sequence[Slot], tail: int = 0, is_hooked: bool = False) -> None:
+        super().__init__(comm, slots, tail, is_hooked)
+        self._own: list[Tensor] = []
+        self._views: list[Tensor] = []
+
+    def begin(self, divisor: float, size: int, is_hooked: bool) -> None:
+        super().begin(divisor, size, is_hooked)
+        self._own.clear()
+        self._views.clear()
+
+    def enter(self, slot: Slot) -> None:
+        gradient = slot.parameter.grad
+        super().enter(slot)
+        if slot.is_large:
+            self._keep(slot, gradient)
+
+    def _enter_late(self) -> None:
+        gradients = [(slot, slot.parameter.grad) for slot in self.late]
+        super()._enter_late()
+        for slot, gradient in gradients:
+            self._keep(slot, gradient)
+
+    def _keep(self, slot: Slot, gradient: Tensor | None) -> None:
+        slot.parameter.grad = gradient
+        self._own.append(cast(Tensor, gradient))
+        self._views.append(cast(Tensor, slot.view))
+
+    def leave(self) -> None:
+        if self._own:
+            torch._foreach_copy_(self._own, self._views)
+
+    def give(self, slot: Slot) -> None:
+        slot.parameter.grad = cast(Tensor, slot.view).clone()
