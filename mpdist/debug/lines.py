@@ -20,10 +20,15 @@ def short(site: str) -> str:
     return site.removeprefix(here)
 
 
+def is_ours(site: str) -> bool:
+    """Whether a path, with or without a line, is one of mpdist's own."""
+    return site.startswith(_OURS)
+
+
 def caller() -> str:
     """`train.py:88`: the line outside mpdist that has led here."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return "unknown line" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -38,7 +43,7 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 def _distance(frame: FrameType) -> int:
     """How far from the user's own program: 1 an installed package, 2 mpdist and Python's library."""
     path = frame.f_code.co_filename
-    if path.startswith(_OURS):
+    if is_ours(path):
         return 2
     if path.startswith(_INSTALLED):
         return 1

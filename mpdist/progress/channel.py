@@ -69,7 +69,10 @@ class Channel:
         broken: why it refuses further use; empty while it does not.
         team: what its members share in memory, kept for the algorithms that do.
         has_met: whether they have tried to share.
+        advice: what to look at where its collectives wait in vain.
     """
+
+    advice = ""
 
     def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
         self.engine = engine

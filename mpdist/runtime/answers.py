@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from mpdist.debug.lines import short
+from mpdist.debug.lines import is_ours, short
 from mpdist.errors import UsageError
 from mpdist.progress import current
 from mpdist.progress.collective import Place, line_of
@@ -47,7 +47,8 @@ def describe_pending() -> list[str]:
 
 
 def _line(work: Work[Any]) -> str:
-    place = f", called at {short(work.site)}" if work.site else ""
+    site = _site_of(work, "")
+    place = f", called at {site}" if site else ""
     waited = f", for {monotonic() - work.since:.1f} s" if work.since is not None else ""
     return f"{work.describe()}{place}{waited}"
 
@@ -65,7 +66,7 @@ def operation_of(work: Work[Any], place: str = "") -> Operation:
     """A pending operation as a record.
 
     Args:
-        place: line of whoever waits for it, where the call's line is not known.
+        place: line of whoever waits for it, where the call's line is not known, or is mpdist's own.
     """
     channel = work._channel
     kind, peers = _needs(work)
@@ -81,11 +82,18 @@ def operation_of(work: Work[Any], place: str = "") -> Operation:
         own=channel.rank,
         sequence=work.sequence,
         peers=tuple(channel.world_ranks[peer] for peer in peers if channel.world_ranks[peer] != own),
-        site=short(work.site) or place,
+        site=_site_of(work, place),
         seconds=0.0 if work.since is None else monotonic() - work.since,
         is_moving=_is_moving(work),
         tag=_tag(work),
+        advice=channel.advice,
     )
+
+
+def _site_of(work: Work[Any], place: str) -> str:
+    if work.site and not is_ours(work.site):
+        return short(work.site)
+    return place or waiting.place_of(work) or short(work.site)
 
 
 def _part(work: Work[Any]) -> Work[Any]:

@@ -45,6 +45,7 @@ class Operation:
         site: line of the call, where it is known.
         seconds: waited so far.
         is_moving: a message has been met and is being transferred.
+        advice: what to look at where ranks are missing.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Operation:
     seconds: float
     is_moving: bool = False
     tag: int = ANY
+    advice: str = ""
 
     @property
     def where(self) -> str:
@@ -215,6 +217,8 @@ def explain(operation: Operation, answers: Answers) -> str:
     mute = [rank for rank in late if rank not in answers]
     if mute:
         lines.append(f"no answer (dead, stopped, or cut off): {operation.ranks_text(mute)}")
+    if late and operation.advice:
+        lines.append(operation.advice)
     return "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
 
 
@@ -339,7 +343,8 @@ def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: 
     place = f" ({operation.site})" if operation.site else ""
     have = "which has finished" if len(ranks) == 1 else "which have finished"
     instead = _offers(operation, [finished[each].channel(operation) for each in ranks if each in finished])
-    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}{instead}"
+    advice = f"; {operation.advice}" if operation.advice else ""
+    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}{instead}{advice}"
 
 
 def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:

@@ -90,6 +90,12 @@ def _line_of_thread(frame: FrameType | None) -> str:
     )
 
 
+def place_of(work: Work[Any]) -> str:
+    """The line of the thread that waits for this operation for ever; empty if none does."""
+    waiters = (_waiting_thread(frame) for frame in sys._current_frames().values())
+    return next((waiter.place for waiter in waiters if waiter is not None and waiter.work is work), "")
+
+
 def awaited(engine: Engine) -> list[Work[Any]]:
     """For which operations this process waits: of the main thread or task, else of all tasks."""
     frames = sys._current_frames()

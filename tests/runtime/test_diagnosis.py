@@ -192,6 +192,14 @@ def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
     assert stuck_text(0, TAGGED_SEND, [1], offered).endswith("which has finished (and receives tag 4)")
 
 
+def test_advice_comes_with_ranks_that_are_missing() -> None:
+    advised = replace(COLLECTIVE, advice="unequal numbers of batches?")
+    assert stuck_text(0, advised, [1], {1: done(0)}).endswith("; unequal numbers of batches?")
+    waiting = {rank: answered(3, CALL) for rank in range(4)}
+    assert explain(advised, waiting | {1: answered(2, BEFORE)}).endswith("\n    unequal numbers of batches?")
+    assert "unequal" not in explain(advised, waiting)
+
+
 def test_where_another_task_may_end_the_wait_the_hint_says_so() -> None:
     assert hint_text(0, TAGGED, [1], {1: done(0)}) == (
         "rank 0 waits in recv from 1, tag 5 on 'world' (a.py:7) for rank 1, which has finished; "

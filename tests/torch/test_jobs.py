@@ -115,6 +115,26 @@ def test_a_failure_in_a_hook_of_backward_ends_the_job(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.stderr
 
 
+MODEL = "model = mpdist.torch.DistributedDataParallel(torch.nn.Linear(2, 2))"
+METRICS = "metrics = mpdist.torch.Metrics(mpdist.init(), 'loss')"
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "advice"),
+    [
+        (MODEL, "model(torch.ones(1, 2)).sum().backward()", r"; unequal numbers of batches\? model.join\(\)"),
+        (METRICS, "metrics.means()", ""),
+    ],
+)
+def test_more_batches_on_one_rank_are_told_with_the_programs_line(
+    tmp_path: Path, make: str, line: str, advice: str
+) -> None:
+    done = run_program(2, tmp_path, f"{make}\nfor _ in range(3 + rank):\n    {line}")
+    assert done.returncode != 0
+    wait = rf"rank 1 waits in all_reduce .* \(.*program.py:\d+ in <module>: {re.escape(line)}\) for rank 0"
+    assert re.search(f"{wait}, which has finished.*{advice}", done.stderr), done.stderr
+
+
 def test_a_program_goes_on_after_a_timeout(tmp_path: Path) -> None:
     body = """
         brief = dist.new_group(timeout=timedelta(seconds=1))

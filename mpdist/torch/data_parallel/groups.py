@@ -59,7 +59,11 @@ def own_communicator(comm: Communicator | None, process_group: Any) -> Communica
 
         comm = init()
     duplicate: Communicator = finish(comm.dup())
+    duplicate._channel.advice = ADVICE
     return duplicate
+
+
+ADVICE = "unequal numbers of batches? model.join(), drop_last=True, mpdist.torch.check"
 
 
 def communicator_of(process_group: Any) -> Communicator | None:
