@@ -129,10 +129,7 @@ class Channel:
             self.check_usable(op)
         loop = running_loop()
         task = None if loop is None else current_task(loop)
-        collectives = self.collectives
-        while collectives and collectives[0]._done and collectives[0]._steps is None:
-            collectives.popleft()
-        if collectives:
+        if self.collectives:
             check_task(self, op, task)
         single = hasattr(program, "is_single_step")
         steps = program(self.transport, *arguments)
@@ -145,7 +142,7 @@ class Channel:
             self.sequence += 1
             work.sequence = self.sequence
             self.recent.append((op, (details,), work._place))
-            collectives.append(work)
+            self.collectives.append(work)
             if self._running is not None or self._queue:
                 work.is_queued = True
                 self._queue.append(work)
@@ -173,10 +170,7 @@ class Channel:
         task = None if loop is None else current_task(loop)
         collectives = self.collectives
         if collectives:
-            while collectives and collectives[0]._done and collectives[0]._steps is None:
-                collectives.popleft()
-            if collectives:
-                check_task(self, op, task)
+            check_task(self, op, task)
         work = Direct(self, op, result, words, task)
         frame = sys._getframe(caller)
         work._place = place = (frame.f_code, frame.f_lasti)

@@ -142,8 +142,15 @@ class Collective(Work[T]):
 
     def _end(self) -> None:
         self._steps = self._request = None
-        self.task = None
+        self._release()
         self._channel.ended(self)
+
+    def _release(self) -> None:
+        """Leave the channel's list with the others that have ended: it would keep their arrays alive."""
+        self.task = None
+        collectives = self._channel.collectives
+        while collectives and collectives[0]._done and collectives[0]._steps is None:
+            collectives.popleft()
 
     def _expire(self, error: BaseException) -> None:
         self._channel.give_up(f"{self.describe()} was given up, so its ranks may be out of step")
@@ -172,8 +179,7 @@ class Direct(Requested[T], Collective[T]):
     def details(self) -> str:
         return self._words[0](*self._words[1:])
 
-    def _release(self) -> None:
-        self.task = None
+    _release = Collective._release
 
 
 def user_place() -> Place:
@@ -200,7 +206,7 @@ def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> Non
     """Raise if another task's collective is pending: the tasks' order may differ between ranks."""
     if task is None:
         return
-    for other in channel.collectives:
+    for other in list(channel.collectives):  # another thread may drive
         if other._done or other.task is None or other.task is task or other.task.done():
             continue
         here = line_of(user_place())

@@ -34,7 +34,7 @@ def drain(engine: Engine, timeout: float | None = None) -> bool:
 def unfinished(engine: Engine) -> list[Work[Any]]:
     """What other ranks may need of this one."""
     works = [*engine.active, *engine.later]
-    works += [work for channel in engine.channels for work in channel.collectives]
+    works += [work for channel in engine.channels for work in list(channel.collectives)]
     return [work for work in works if not work._done and not isinstance(work, Receive)]
 
 
