@@ -124,8 +124,13 @@ class PointToPoint(Operations):
         source = host_buffer(x)
         if out is not None and overlap(source, host_buffer(out, writable=True)):
             raise UsageError("x and out overlap in memory; give out memory of its own")
-        # All of the send's arguments are checked by now: a receive without its send would take a message.
-        return SendReceive(self.recv(out, dst if src is None else src, tag), self.send(x, dst, tag))
+        receive = self.recv(out, dst if src is None else src, tag)
+        try:
+            sent = self.send(x, dst, tag)
+        except BaseException:  # a receive without its send would take a message
+            receive._abandon()
+            raise
+        return SendReceive(receive, sent)
 
     @operation
     def probe(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[ProbedMessage]:

@@ -50,8 +50,10 @@ class SendReceive(Wrapped[Message]):
         return self._done
 
     def _abandon(self) -> None:
+        """The receive gives its message back; the send goes on, and nobody waits for it."""
         if not self._looked_at:
             self._receive._abandon()
+            self._part_done()
 
     def _expire(self, error: BaseException) -> None:
         """It took too long: the receive is withdrawn, the send goes on."""

@@ -98,6 +98,26 @@ async def test_a_collective_whose_input_changes_fails_on_its_rank(guarded: mpdis
     assert (await guarded.all_reduce(x))[0] == guarded.size * (guarded.size + 1) / 2  # still in step
 
 
+async def test_a_sendrecv_whose_send_is_refused_takes_no_message(guarded: mpdist.Communicator) -> None:
+    x = np.zeros(4)
+    if guarded.rank == RECEIVER:
+        for tag in (8, 9):  # its message has not come, and it has
+            leaseholder = guarded.recv(x, src=SENDER, tag=tag)
+            with pytest.raises(mpdist.UsageError, match=r"send on .* overlaps in memory"):
+                guarded.sendrecv(x, SENDER, np.zeros(4), tag=3)
+            assert guarded._channel.unfinished() == [leaseholder]
+            await guarded.send(np.ones(1), SENDER)
+            await leaseholder
+        assert (await guarded.recv(src=SENDER, tag=3)).data.tolist() == [7] * 4
+    if guarded.rank == SENDER:
+        await guarded.recv(src=RECEIVER)
+        await guarded.send(np.full(4, 7.0), RECEIVER, 3)
+        await guarded.send(x, RECEIVER, 8)
+        await guarded.recv(src=RECEIVER)
+        await guarded.send(x, RECEIVER, 9)
+    await guarded.barrier()
+
+
 async def test_overlapping_receives_are_refused(guarded: mpdist.Communicator) -> None:
     x = np.zeros(10)
     if guarded.rank == RECEIVER:

@@ -357,6 +357,25 @@ async def test_cancelling_sendrecv_withdraws_its_receive(comm: Communicator) -> 
     await comm.barrier()
 
 
+async def test_a_cancelled_sendrecv_is_over_at_once_where_only_its_send_is_on_its_way(comm: Communicator) -> None:
+    if comm.rank == 1:
+        await comm.send(np.arange(3), 0, 1)
+        await comm.barrier()
+        assert (await comm.recv(tag=1)).count == 500_000
+        return
+    work = comm.sendrecv(np.zeros(500_000), 1, tag=1)
+    has_come = asyncio.Event()
+    work._receive.add_done_callback(lambda _: has_come.set())  # type: ignore[attr-defined]  # a SendReceive
+    waiting = asyncio.ensure_future(work)
+    await has_come.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.cancelled()
+    assert (await comm.recv(tag=1)).data.tolist() == [0, 1, 2]
+    await comm.barrier()
+
+
 async def test_a_message_that_came_while_its_await_was_cancelled_keeps_its_place(comm: Communicator) -> None:
     """It was matched at once, a later one was kept, and only then the task that should get it is cancelled."""
     me = comm.rank
