@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist.errors import CommunicationError
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.errors import CommunicationError, UsageError
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
@@ -28,18 +28,19 @@ def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
 
     Args:
         path: seen by rank 0; an older checkpoint stays whole until the new one is.
-        parts: modules, optimizers and whatever has a `state_dict()`, and plain values. A module wrapped for data
-            parallel is written as the module itself.
+        parts: modules, optimizers and whatever has a `state_dict()`, and plain values: what torch.load reads with
+            `weights_only=True`. A module wrapped for data parallel is written as the module itself.
 
     Raises:
-        CommunicationError: on all ranks, if rank 0 could not write.
+        CommunicationError: on all ranks, if rank 0 could not write, or not read what it wrote. An older checkpoint
+            is still there.
     """
-    problem = ""
+    problem = None
     if comm.rank == 0:
         try:
             _write(Path(path), {name: _state_of(part) for name, part in parts.items()})
-        except (OSError, RuntimeError) as error:  # torch.save has its own words for a missing folder
-            problem = str(error)
+        except Exception as error:  # whatever it is, the others must hear of it
+            problem = error
     _agree(comm, problem, f"save_checkpoint({os.fspath(path)!r})")
 
 
@@ -56,12 +57,12 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
     Raises:
         CommunicationError: on all ranks, if rank 0 could not read.
     """
-    problem, data = "", b""
+    problem, data = None, b""
     if comm.rank == 0:
         try:
             data = Path(path).read_bytes()
-        except OSError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = error
     _agree(comm, problem, f"load_checkpoint({os.fspath(path)!r})")
     state = torch.load(io.BytesIO(_shared(comm, data)), map_location="cpu", weights_only=True)
     missing = sorted(parts.keys() - state.keys())
@@ -85,7 +86,7 @@ def _write(path: Path, state: Mapping[str, Any]) -> None:
     """Under another name first, so that there is a whole checkpoint at any time."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(dict(state), draft)
+        _save(state, draft)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)
@@ -93,11 +94,69 @@ def _write(path: Path, state: Mapping[str, Any]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _agree(comm: Communicator, problem: str, what: str) -> None:
+def _save(state: Mapping[str, Any], draft: Path) -> None:
+    """Save, and see whether it can be loaded again.
+
+    Raises:
+        UsageError: it cannot; the text names the entry.
+    """
+    try:
+        torch.save(dict(state), draft)
+        _read_back(draft)
+    except Exception as error:
+        culprit = _culprit("", state)
+        if culprit is None:
+            raise
+        name, value = culprit
+        raise UsageError(
+            f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which torch.load does not read with "
+            "weights_only=True: save tensors, numbers, strings, and dicts and lists of them (x.item(), "
+            "torch.as_tensor(x), str(x)), or allow the class with torch.serialization.add_safe_globals where it is "
+            "saved and loaded"
+        ) from error
+
+
+def _culprit(name: str, value: Any) -> tuple[str, Any] | None:
+    """The innermost entry that does not come back from a file, and its name; None if all of it does."""
+    if _comes_back(value):
+        return None
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    for key, entry in entries:
+        inner = _culprit(f"{name}[{key!r}]" if name else str(key), entry)
+        if inner is not None:
+            return inner
+    return name, value
+
+
+def _comes_back(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _read_back(file: Path) -> None:
+    """Load, and drop it. On "meta" no elements are read; quantized tensors do not load there."""
+    try:
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception:
+        torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _agree(comm: Communicator, problem: Exception | None, what: str) -> None:
     """Raise on all ranks if rank 0 has a problem."""
-    text = _shared(comm, problem.encode())
+    text = _shared(comm, b"" if problem is None else f"{type(problem).__name__}: {problem}".encode())
     if text:
-        raise CommunicationError(f"{what} on '{comm.name}' (rank {comm.rank}): rank 0 says: {bytes(text).decode()}")
+        where = f"{what} on '{comm.name}' (rank {comm.rank})"
+        raise CommunicationError(f"{where}: rank 0 says: {text.decode()}") from problem
 
 
 def _shared(comm: Communicator, data: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from data_parallel.pairs import assert_equal, inputs, mlp, train, wrapped
@@ -113,6 +114,44 @@ def test_what_rank_0_cannot_do_is_an_error_on_all_ranks(comm: Communicator, fold
     mpdist.torch.save_checkpoint(folder / "a.pt", comm, epoch=1)
     with pytest.raises(KeyError, match="and no model"):
         mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (lambda: 0, "extra is a builtins.function"),
+        (np.float64(1.5), "extra is a numpy.float64"),
+        ({"ages": [1, range(3)]}, r"extra\['ages'\]\[1\] is a builtins.range"),
+        ({1: Path("/")}, r"extra\[1\] is a pathlib"),
+    ],
+    ids=["function", "numpy", "range", "path"],
+)
+def test_what_could_not_be_loaded_is_not_saved(comm: Communicator, folder: Path, entry: object, named: str) -> None:
+    net = nn.Linear(2, 2)
+    mpdist.torch.save_checkpoint(folder / "a.pt", comm, model=net, epoch=1)
+    with pytest.raises(CommunicationError, match=f"rank 0 says: UsageError: {named}.*weights_only"):
+        mpdist.torch.save_checkpoint(folder / "a.pt", comm, model=net, extra=entry)
+    assert mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=net) == {"epoch": 1}
+    if comm.rank == 0:
+        assert [path.name for path in folder.iterdir()] == ["a.pt"]
+
+
+def test_a_state_that_cannot_be_had_is_an_error_on_all_ranks(comm: Communicator, folder: Path) -> None:
+    class Broken:
+        def state_dict(self) -> object:
+            raise LookupError
+
+    with pytest.raises(CommunicationError, match="rank 0 says: LookupError"):
+        mpdist.torch.save_checkpoint(folder / "a.pt", comm, broken=Broken())
+
+
+def test_every_plain_value_comes_back(comm: Communicator, folder: Path) -> None:
+    values = {"a": [1, 2.5, "x", None, True], "b": (torch.float32, torch.Size([2])), "c": {1, 2}, "d": b"x", "e": 1j}
+    mpdist.torch.save_checkpoint(folder / "a.pt", comm, values=values)
+    assert mpdist.torch.load_checkpoint(folder / "a.pt", comm) == {"values": values}
+    eighths = torch.quantize_per_tensor(torch.ones(3), 0.125, 0, torch.quint8)
+    mpdist.torch.save_checkpoint(folder / "b.pt", comm, x=eighths)
+    assert mpdist.torch.load_checkpoint(folder / "b.pt", comm)["x"].dequantize().tolist() == [1.0] * 3
 
 
 # ---------------------------------------------------------------------- check
