@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.constants import default_pg_timeout
+
 import mpdist
+from mpdist.config import Config
 from mpdist.torch import excepthook
 from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.callers import variable_of_caller
@@ -39,9 +43,14 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
         comm = finish(world.subgroup(ranks) if ranks else world.dup())
     except mpdist.MpdistError as error:
         raise translated(error) from error
-    group = ProcessGroup(comm, options.store, progress_of(world), options.timeout)
+    group = ProcessGroup(comm, options.store, progress_of(world), _timeout_of(options.timeout))
     comm.name = comm._channel.name = f"group {options.group_id}" if ranks else "default group"
     return group
+
+
+def _timeout_of(given: timedelta) -> timedelta:
+    """MPDIST_TIMEOUT where the program gave none: then torch gives its own default."""
+    return timedelta(seconds=Config.read().timeout) if given == default_pg_timeout else given
 
 
 def progress_of(world: Communicator) -> Progress:

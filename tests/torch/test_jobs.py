@@ -150,6 +150,22 @@ def test_a_program_goes_on_after_a_timeout(tmp_path: Path) -> None:
     assert done.stdout == b"True\\n".decode("unicode_escape"), done.stderr
 
 
+def test_without_a_timeout_the_variable_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPDIST_TIMEOUT", "1.5")
+    body = """
+        groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=7))]
+        if rank == 0:
+            try:
+                dist.barrier(group=groups[0])
+            except RuntimeError as error:
+                print("is not done after 1.5 s" in str(error), flush=True)
+            print([group.options._timeout.total_seconds() for group in groups])
+        dist.barrier()
+    """
+    done = run_program(2, tmp_path, body)
+    assert done.stdout.splitlines() == ["True", "[1.5, 7.0]"], done.stderr
+
+
 def test_torchrun_is_told_to_be_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import torch.distributed as dist, mpdist.torch\ndist.init_process_group('mpdist')\n")
