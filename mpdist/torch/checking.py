@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def check(model: nn.Module, batch: Any = None, *, loader: Any = None, comm: Comm
     Args:
         model: wrapped or not.
         batch: this rank's first batch, tensors in any nesting.
-        loader: this rank's DataLoader, or anything with a length.
+        loader: this rank's DataLoader, or anything with a length; one without is left out.
         comm: the ranks that train together; missing: the world.
     """
     if comm is None:
@@ -140,23 +141,33 @@ def _samples(batch: Any) -> int:
 
 
 def _lengths(comm: Communicator, loader: Any) -> Iterator[str]:
-    lengths = _gathered(comm, len(loader) if hasattr(loader, "__len__") else -1)
-    if len(set(lengths)) > 1:
-        listed = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:16]))
+    lengths = {rank: length for rank, length in enumerate(_gathered(comm, _length(loader))) if length >= 0}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{length} on rank {rank}" for rank, length in islice(lengths.items(), 16))
         yield (
             f"the numbers of batches differ ({listed}), so some rank will wait for a backward that never comes: take "
             "DistributedSampler, or `with model.join():`"
         )
 
 
+def _length(loader: Any) -> int:
+    """Batches of a loader; -1 where it cannot say, as a DataLoader of an IterableDataset."""
+    try:
+        return len(loader)
+    except TypeError:
+        return -1
+
+
 def _same_data(comm: Communicator, batch: Any) -> Iterator[str]:
     tensors = [*tensors_in(batch)]
-    digests = _gathered(comm, _digest(tensors) if tensors else comm.rank)
-    same = [rank for rank, digest in enumerate(digests) if digest == digests[0]]
-    if tensors and len(same) > 1:
+    ranks_of: dict[int, list[int]] = {}
+    for rank, digest in enumerate(_gathered(comm, _digest(tensors) if tensors else comm.rank)):
+        ranks_of.setdefault(digest, []).append(rank)
+    same = [ranks_text(ranks) for ranks in ranks_of.values() if len(ranks) > 1]
+    if same:
         yield (
-            f"{ranks_text(same)} have the same first batch: give each its part of the data, with "
-            "DistributedSampler(dataset, comm.size, comm.rank)"
+            f"{', and so have '.join([f'{same[0]} have the same first batch', *same[1:]])}: give each its part of the "
+            "data, with DistributedSampler(dataset, comm.size, comm.rank)"
         )
 
 

@@ -1,0 +1,44 @@
+"""check: what loaders and batches of all ranks say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from data_parallel.pairs import mlp
+from torch.utils.data import DataLoader, IterableDataset
+
+import mpdist.torch
+from mpdist import Communicator
+
+
+class Endless(IterableDataset[int]):
+    """A dataset whose length nobody knows."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+def found(comm: Communicator, **given: object) -> mpdist.torch.checking.Findings:
+    torch.manual_seed(0)
+    return mpdist.torch.check(mlp(6, 3), comm=comm, **given)
+
+
+@pytest.mark.ranks(1, 2)
+def test_loader_without_a_length_is_left_out(comm: Communicator) -> None:
+    assert not found(comm, loader=DataLoader(Endless()))
+    assert not found(comm, loader=DataLoader(Endless()) if comm.rank else range(3))
+
+
+@pytest.mark.ranks(3, 4)
+def test_same_data_is_found_on_any_ranks(comm: Communicator) -> None:
+    findings = found(comm, batch=torch.full((2,), float(comm.rank > 0)))
+    others = ", ".join(map(str, range(1, comm.size)))
+    assert findings.hints[0].startswith(f"ranks {others} have the same first batch: ")
+
+
+@pytest.mark.ranks(4)
+def test_pairs_with_the_same_data_are_told_apart(comm: Communicator) -> None:
+    (hint,) = found(comm, batch=torch.full((2,), float(comm.rank // 2))).hints
+    assert hint.startswith("ranks 0, 1 have the same first batch, and so have ranks 2, 3: ")
