@@ -35,6 +35,8 @@ class Metrics:
         """Add the means of `weight` samples; numbers, or tensors of one element."""
         if values.keys() != self._sums.keys():
             raise UsageError(f"got {sorted(values)}; these metrics are {sorted(self._sums)}")
+        if not weight:  # the mean of no samples is not a number
+            return
         for name, value in values.items():
             number = value.detach() if isinstance(value, Tensor) else value
             self._sums[name] += weight * float(number)  # type: ignore[arg-type]  # what has __float__
