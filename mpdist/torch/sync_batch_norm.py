@@ -57,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
             self._track(mean, variance, count)
         if self.affine:
             normalised = normalised * self.weight.view(channels) + self.bias.view(channels)
-        return normalised
+        return normalised.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Follow the statistics of all ranks; the variance without bias, as torch does it."""

@@ -340,6 +340,18 @@ def test_sync_batch_norm_is_one_batch_norm_over_all(group: dist.ProcessGroup, sh
     torch.testing.assert_close(synced(whole), alone(whole), atol=1e-4, rtol=1e-4)
 
 
+def test_sync_batch_norm_of_half_precision_stays_so(group: dist.ProcessGroup) -> None:
+    synced, alone = SyncBatchNorm(3), nn.BatchNorm1d(3)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    got = synced(x)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, alone(x), atol=0.02, rtol=0.02)  # all ranks have the same batch
+    got.float().square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert synced.weight.grad.dtype == torch.float32
+
+
 def test_stock_ddp_takes_it_on_a_cpu(group: dist.ProcessGroup) -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1))
     model = DistributedDataParallel(convert_sync_batchnorm(net))
