@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mpdist.algorithms import hierarchical, ordered
+from mpdist.algorithms import hierarchical, in_order, ordered
 from mpdist.algorithms.choose import OPERATIONS, Algorithm, Layout, Thresholds, starts
 from mpdist.algorithms.shared import programs as shared
 
@@ -22,7 +22,7 @@ _PROGRAMS: dict[Algorithm, ModuleType] = {Algorithm.SHARED: shared, Algorithm.HI
 def ordered_algorithms(engine: Engine, ranks: Sequence[int]) -> ModuleType:
     """The programs that reduce in the order of ranks on a communicator of these ranks of the world."""
     layout = Layout.of([engine.nodes[rank] for rank in ranks], engine.is_sharing)
-    return shared if layout.nodes == 1 and layout.is_sharing else ordered
+    return in_order if layout.nodes == 1 and layout.is_sharing else ordered
 
 
 def large_algorithms(engine: Engine, ranks: Sequence[int]) -> tuple[ModuleType, Mapping[str, int]]:

@@ -92,6 +92,22 @@ async def test_deterministic_folds_in_rank_order_by_every_algorithm(comm: Commun
                 assert_same_bits(library.read(block), np.roll(wanted, comm.rank), f"reduce_scatter {case}")
 
 
+async def test_deterministic_folds_in_rank_order_where_no_memory_is_left_for_slots(comm: Communicator) -> None:
+    async with forced(comm, SHARED) as made:
+        made._channel.has_met = True  # and has no team
+        for count in COUNTS:
+            inputs = [random(count, "float32", rank) for rank in range(comm.size)]
+            wanted = in_rank_order(inputs, "float32", "sum")
+            x = inputs[comm.rank].copy()
+            await made.all_reduce(x, deterministic=True)
+            assert_same_bits(x, wanted, f"all_reduce x {count}")
+            result = await made.reduce(inputs[comm.rank], comm.size - 1, deterministic=True)
+            if result is not None:
+                assert_same_bits(result, wanted, f"reduce x {count}")
+            many = np.tile(inputs[comm.rank], comm.size)
+            assert_same_bits(await made.reduce_scatter(many, deterministic=True), wanted, f"reduce_scatter x {count}")
+
+
 @pytest.mark.parametrize("way", [NATIVE, SHARED, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES], ids=str)
 async def test_every_rank_gets_the_same_bits(comm: Communicator, way: Way) -> None:
     """Whatever the order is; also where some ranks' arrays are resident and others' not."""
