@@ -43,6 +43,7 @@ class Bucket:
         flat: the whole message: the gradients, then `tail` further elements.
         missing: gradients that are not there yet in this step.
         work: the reduction, once it has started.
+        op: by which this step reduces it.
         late: small gradients that are there, and go to their places when it starts.
         future: what a communication hook returned.
         started_at, done_at: `perf_counter()` of its message in this step.
@@ -73,7 +74,7 @@ class Bucket:
         self.future: torch.futures.Future[Any] | None = None
         self.started_at = self.done_at = 0.0
         self._scale = 1.0
-        self._op: Any = "sum"
+        self.op: Any = "sum"
         self.late: list[Slot] = []
         self._index, self._is_last = 0, False
 
@@ -86,11 +87,11 @@ class Bucket:
         self.started_at = self.done_at = 0.0
         self.late.clear()
         self._scale = 1.0
-        self._op = "sum"
+        self.op = "sum"
         if is_hooked:  # the hook divides
             return
         if self.dtype in HALF_TYPES:  # summed in float32: dividing first would cost digits
-            self._op = "avg" if divisor == size else premul_sum(1 / divisor)
+            self.op = "avg" if divisor == size else premul_sum(1 / divisor)
         else:
             self._scale = 1 / divisor
 
@@ -146,7 +147,7 @@ class Bucket:
         """Post the reduction."""
         self._enter_late()
         self.started_at = perf_counter()
-        self.work = comm.all_reduce(self.flat, op=self._op)
+        self.work = comm.all_reduce(self.flat, op=self.op)
 
     def start_hook(self, hook: Any, state: object) -> None:
         """Let a communication hook reduce it."""

@@ -2,6 +2,7 @@
 
     one number per parameter    1 where this rank has a gradient: the sum says how many ranks have
     one number per rank         seconds that this rank computed, in its own place: who was the slowest
+    one number                  1 where parameters were frozen or thawed, so that the gradients are in other messages
     one number                  forwards since the last average: a rank that has more may have skipped a backward
 
 All are float32 or float64 numbers of a sum, exact as far as needed.
@@ -29,7 +30,7 @@ class Notes:
     @staticmethod
     def length(count: int, size: int) -> int:
         """Elements needed for so many parameters and ranks."""
-        return count + (size if size <= TIMED_RANKS else 0) + 1
+        return count + (size if size <= TIMED_RANKS else 0) + 2
 
     def write(self, unused: list[int], seconds: float, forwards: int) -> None:
         """Before the sum: parameters without a gradient here, seconds of computing, forwards since the last average."""
@@ -46,6 +47,11 @@ class Notes:
         """The note of a rank that has no inputs any more."""
         self._room.zero_()
 
+    def write_changed(self) -> None:
+        """The note of a rank whose parameters were frozen or thawed."""
+        self._room.zero_()
+        self._room[-2] = 1.0
+
     def used(self) -> list[int]:
         """After the sum: for each parameter, how many ranks have a gradient."""
         return [round(number) for number in self._room[: self._count].tolist()]
@@ -56,7 +62,11 @@ class Notes:
 
     def seconds(self) -> list[float]:
         """After the sum: for each rank how long it computed; empty in large jobs."""
-        return self._room[self._count : -1].tolist()
+        return self._room[self._count : -2].tolist()
+
+    def changed(self) -> int:
+        """After the sum: on how many ranks parameters were frozen or thawed."""
+        return round(self._room[-2].item())
 
     def forwards(self) -> int:
         """After the sum: forwards of all ranks since the last average."""

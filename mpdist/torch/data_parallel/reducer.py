@@ -21,7 +21,7 @@ import torch
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
-from mpdist.torch.data_parallel import outputs, plan, sparse
+from mpdist.torch.data_parallel import change, outputs, plan, sparse
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
 from mpdist.torch.data_parallel.notes import Notes
@@ -83,6 +83,7 @@ class Reducer:
             for index, (name, parameter) in enumerate(parameters)
         ]
         self._notes: Notes | None = None
+        self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
         self._started = 0
@@ -99,6 +100,8 @@ class Reducer:
         flags = [slot.parameter.requires_grad for slot in self._all]
         if flags == [slot.handle is not None for slot in self._all]:
             return
+        if self.buckets is not None:
+            self._former = change.Former(self.buckets, self._own_notes, len(self.slots))
         for slot, requires_grad in zip(self._all, flags, strict=True):
             if requires_grad and slot.handle is None:
                 slot.handle = _register(slot.parameter, _hook(self, slot))
@@ -335,6 +338,11 @@ class Reducer:
 
     def _agree(self) -> None:
         """The first backward is over: make the buckets."""
+        changed = self.comm.size
+        if self._former is not None:
+            changed = change.tell(self.comm, self._former, self.divisor, self.hook is not None)
+        change.check(self.comm, self._all, changed, self.hook is not None)
+        self._former = None
         agreement = hold(plan.agree(self.comm, self.slots, None if self._is_absent else self._seen))
         self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
@@ -357,6 +365,9 @@ class Reducer:
                 finish(bucket.work)
         if own is not None:
             finish(own)
+        changed = self._notes.changed()
+        if changed:
+            change.check(self.comm, self._all, changed, self.hook is not None)
         for bucket in self.buckets:
             bucket.leave()
         for slot in self.slots:
