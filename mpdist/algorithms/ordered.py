@@ -63,8 +63,9 @@ def _scaled(x: Buffer, how: Reduction) -> Array:
     if how.op.factor is None:
         return x.array()
     if how.element.is_half:
-        wide: Array = widen(x.array(), how.element)
-        wide *= np.float32(how.op.factor)  # type: ignore[arg-type]  # check_op lets no complex factor through
+        with np.errstate(all="ignore"):
+            wide: Array = widen(x.array(), how.element)
+            wide *= np.float32(how.op.factor)  # type: ignore[arg-type]  # check_op lets no complex factor through
         return wide
     return premultiply(how.op, x.array(), how.element)
 

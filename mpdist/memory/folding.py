@@ -49,7 +49,8 @@ class Folder:
             self._half = HalfFolding(self._ufunc, element, terms if self._divides else None, self.factors)
 
     def _factor(self, factor: Factor) -> Any:
-        return (np.float32 if self.element.is_half else self.element.storage.type)(factor)  # type: ignore[arg-type]
+        with np.errstate(all="ignore"):
+            return (np.float32 if self.element.is_half else self.element.storage.type)(factor)  # type: ignore[arg-type]
 
     def fold(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
         """Reduce `sources` in their order and write the result to each of `outs`.

@@ -217,10 +217,12 @@ def premultiply(op: ReduceOp, x: Array, element: Element) -> Array:
     out = np.empty_like(x)
     if op.factor is None:
         np.copyto(out, x)
-    elif element.is_half:
-        _scale_half(x, out, element, np.multiply, op.factor)
-    else:
-        np.multiply(x, element.storage.type(op.factor), out=out)
+        return out
+    with np.errstate(all="ignore"):
+        if element.is_half:
+            _scale_half(x, out, element, np.multiply, op.factor)
+        else:
+            np.multiply(x, element.storage.type(op.factor), out=out)
     return out
 
 

@@ -123,3 +123,19 @@ async def test_every_rank_gets_the_same_bits(comm: Communicator, way: Way) -> No
                     await made.all_reduce(x, op)
                     rows = await comm.all_gather(x.view(np.uint8))
                     assert (rows == rows[0]).all(), f"{op} {dtype} x {count}"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+@pytest.mark.parametrize("is_deterministic", [False, True], ids=["any order", "deterministic"])
+async def test_overflow_is_no_error_on_the_rank_where_it_happens(
+    comm: Communicator, dtype: str, is_deterministic: bool
+) -> None:
+    """As everywhere else in a reduction, whatever NumPy is told to do of it: the others would wait."""
+    for way in (NATIVE, SHARED, SLOTS, PAIRS):
+        async with forced(comm, way) as made:
+            for factor, value in ((2.0, np.finfo(dtype).max), (1e300, 1)):
+                x = np.full(1000, value if comm.rank == comm.size - 1 else 1, dtype)
+                with np.errstate(all="raise"):
+                    op = mpdist.premul_sum(factor if comm.rank == comm.size - 1 else 1.0)
+                    await made.all_reduce(x, op, deterministic=is_deterministic)
+                assert np.isinf(x.real).all(), f"{way} {dtype}"
