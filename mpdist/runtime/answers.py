@@ -87,7 +87,13 @@ def operation_of(work: Work[Any], place: str = "") -> Operation:
         is_moving=_is_moving(work),
         tag=_tag(work),
         advice=channel.advice,
+        queued=_queued(channel, peers) if kind is Kind.RECEIVE else (),
     )
+
+
+def _queued(channel: Channel, peers: Sequence[int]) -> tuple[str, ...]:
+    """The messages of these members that nobody has received yet."""
+    return tuple(message.describe() for message in channel.inbox.box.unclaimed() if message.src in peers)
 
 
 def _site_of(work: Work[Any], place: str) -> str:

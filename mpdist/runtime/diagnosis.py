@@ -14,9 +14,10 @@ from typing import Any
 from mpdist.debug.fingerprint import Call, describe_mismatch, is_mismatch, ranks_text
 from mpdist.progress.mailbox import ANY
 
-# A report tells of so many operations, and of so many ranks one by one.
+# A report tells of so many operations, of so many ranks one by one, and of so many messages.
 MOST_OPERATIONS = 4
 MOST_RANKS = 8
+MOST_MESSAGES = 4
 
 # Ranks begin to wait at slightly different times; so near to the limit they count as equal.
 NEARLY = 0.9
@@ -46,6 +47,7 @@ class Operation:
         seconds: waited so far.
         is_moving: a message has been met and is being transferred.
         advice: what to look at where ranks are missing.
+        queued: messages of its peers that have come here, but not for it.
     """
 
     kind: Kind
@@ -61,6 +63,7 @@ class Operation:
     is_moving: bool = False
     tag: int = ANY
     advice: str = ""
+    queued: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -342,9 +345,10 @@ def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: 
     """`rank 0 waits in recv from 1, tag 4 on 'world' (train.py:12) for rank 1, which has finished (it sends tag 3)`."""
     place = f" ({operation.site})" if operation.site else ""
     have = "which has finished" if len(ranks) == 1 else "which have finished"
-    instead = _offers(operation, [finished[each].channel(operation) for each in ranks if each in finished])
+    instead = _instead(operation, {each: finished[each].channel(operation) for each in ranks if each in finished})
     advice = f"; {operation.advice}" if operation.advice else ""
-    return f"rank {rank} waits in {operation.text}{place} for {operation.ranks_text(ranks)}, {have}{instead}{advice}"
+    whom = f"{operation.ranks_text(ranks)}, {have}{instead}"
+    return f"rank {rank} waits in {operation.text}{place} for {whom}{_queued(operation)}{advice}"
 
 
 def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:
@@ -352,10 +356,29 @@ def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: A
     return f"{stuck_text(rank, operation, ranks, finished)}; it goes on only if another of its tasks ends that wait"
 
 
-def _offers(operation: Operation, states: Sequence[ChannelState]) -> str:
-    """What the finished ranks send or receive, where it is not what is waited for."""
+def _instead(operation: Operation, states: Mapping[int, ChannelState]) -> str:
+    """What the finished ranks have called, or which messages they send or receive, in place of what is waited for."""
     if operation.kind is Kind.COLLECTIVE:
-        return ""
+        return _called(operation, states)
     is_receive = operation.kind is Kind.RECEIVE
-    tags = sorted({tag for state in states for tag in (state.sends if is_receive else state.receives)})
+    tags = sorted({tag for state in states.values() for tag in (state.sends if is_receive else state.receives)})
     return f" (and {'sends' if is_receive else 'receives'} {tags_text(tags)})" if tags else ""
+
+
+def _called(operation: Operation, states: Mapping[int, ChannelState]) -> str:
+    """` (last collective all_reduce #2, train.py:30)`; of each rank where they differ."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        ranks_of.setdefault(_last_collective(state), []).append(rank)
+    texts = list(ranks_of)
+    if len(texts) > 1:
+        texts = [f"{operation.ranks_text(ranks)}: {text}" for text, ranks in list(ranks_of.items())[:MOST_RANKS]]
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
+def _queued(operation: Operation) -> str:
+    """`; queued here: float32 x 3 from rank 0, tag 1`."""
+    if not operation.queued:
+        return ""
+    more = len(operation.queued) - MOST_MESSAGES
+    return f"; queued here: {', '.join(operation.queued[:MOST_MESSAGES])}{f' and {more} more' if more > 0 else ''}"

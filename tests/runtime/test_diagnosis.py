@@ -184,12 +184,26 @@ def test_of_waits_that_may_end_each_other_all_must_be_in_vain() -> None:
 
 def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
     assert stuck_text(0, COLLECTIVE, [1], {1: done(0)}) == (
-        "rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished"
+        "rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished "
+        "(no collective yet)"
+    )
+    called = {1: done(0), 2: answered(2, BEFORE, is_finished=True), 3: done(0)}
+    assert stuck_text(0, COLLECTIVE, [1, 2, 3], called).endswith(
+        "for ranks 1-3, which have finished (ranks 1, 3: no collective yet; "
+        "rank 2: last collective all_reduce #2 (train.py:30))"
     )
     assert stuck_text(0, ANY, [1, 2, 3], {}).endswith("(a.py:7) for ranks 1-3, which have finished")
     assert stuck_text(0, TAGGED, [1], {1: done(0, sends=(3, 4))}).endswith("which has finished (and sends tags 3, 4)")
     offered = {1: done(0, receives=(4,))}
     assert stuck_text(0, TAGGED_SEND, [1], offered).endswith("which has finished (and receives tag 4)")
+
+
+def test_messages_that_came_unasked_are_told() -> None:
+    queued = tuple(f"float32 x 3 from rank 1, tag {tag}" for tag in range(6))
+    assert stuck_text(0, replace(TAGGED, queued=queued[:1]), [1], {1: done(0)}).endswith(
+        "which has finished; queued here: float32 x 3 from rank 1, tag 0"
+    )
+    assert stuck_text(0, replace(TAGGED, queued=queued), [1], {1: done(0)}).endswith("tag 3 and 2 more")
 
 
 def test_advice_comes_with_ranks_that_are_missing() -> None:
