@@ -327,8 +327,10 @@ async def test_the_main_thread_that_waits_for_finished_ranks_ends_the_job(
 
     def end_the_wait(text: str) -> None:
         stuck.append(text)
-        work._channel.engine.fail_later(work, mpdist.WorkTimeout(text))
-        work._channel.broken = ""
+        engine = work._channel.engine
+        with engine.lock:
+            work._fail(mpdist.WorkTimeout(text))  # only this: the communicator is used on
+        engine.flush()
 
     control._on_stuck = end_the_wait
     begin = time.monotonic()
