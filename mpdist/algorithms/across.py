@@ -99,7 +99,7 @@ class Slice:
         self._crossing: Crossing | None = None
         if rail is None:
             return
-        if how.element.is_half or rail.reduces_slowly:
+        if how.element.is_half or how.is_compared or rail.reduces_slowly:
             self._crossing = Crossing(cluster, rail, part, -(-part.size // rail.size), how)
         else:
             self._request = rail.iall_reduce(None, as_buffer(part), how.mpi_op)

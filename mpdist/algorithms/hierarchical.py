@@ -8,7 +8,8 @@ broadcast         hand out in the root's node, a slice over each rail, gather th
 barrier           in the node, over one rail, in the node
 
 Sums of 16-bit types cross as float32 where they stand for several ranks, for they
-are rounded once, at the end; inputs and results cross as they are.
+are rounded once, at the end; inputs and results cross as they are. Floating point
+numbers are compared by us, for MPI promises nothing for NaN.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     parts = np.empty((nodes, out.count), np.float32 if how.element.is_half else how.element.storage)
     mine = [(members[team.rank], parts[number]) for number, members in enumerate(cluster.nodes)]
     yield from reduction.reduce_scatter(team, x, out.count, how.op, None, mine)
-    if how.element.is_half:
+    if how.element.is_half or how.is_compared:
         crossing = across.Crossing(cluster, rail, parts.reshape(-1), out.count, how)
         yield crossing.request
         crossing.fold_into(out.array())

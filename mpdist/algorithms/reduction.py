@@ -1,14 +1,15 @@
 """Reduction: what MPI cannot do by itself is done before and after its call.
 
-before   half types are widened to float32; premul_sum multiplies
+before   half types are widened to float32; premul_sum multiplies; numbers to be compared become integers
 MPI      sum, min, ...
-after    half types are narrowed, rounded once; avg divides
+after    half types are narrowed, rounded once; avg divides; integers become numbers again
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +20,12 @@ from mpdist.memory import (
     ReduceOp,
     as_buffer,
     check_op,
+    from_integers,
+    to_integers,
 )
+
+if TYPE_CHECKING:
+    from mpdist.memory.elements import Array
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Reduction:
 
     Attributes:
         mpi_op: MPI's part of it.
+        is_compared: a min or max of floating point numbers, which MPI is given as integers, see memory/comparing.py.
         is_direct: whether MPI does it all.
     """
 
@@ -35,6 +42,7 @@ class Reduction:
     element: Element
     size: int
     mpi_op: str
+    is_compared: bool
     is_direct: bool
 
     @classmethod
@@ -42,7 +50,9 @@ class Reduction:
         """Raises UsageError where the op does not fit the type."""
         check_op(op, element)
         scaled = op.name in ("avg", "premul_sum")
-        return cls(op, element, size, "sum" if scaled else op.name, not (element.is_half or scaled))
+        is_compared = op.name in ("min", "max") and element.kind == "float"
+        is_direct = not (element.is_half or scaled or is_compared)
+        return cls(op, element, size, "sum" if scaled else op.name, is_compared, is_direct)
 
     @cached_property
     def folder(self) -> Folder:
@@ -51,19 +61,34 @@ class Reduction:
 
     def enter(self, x: Buffer) -> Buffer:
         """x as MPI is to get it: x itself, or a new buffer."""
+        if self.is_compared and not self.element.is_half:
+            return as_buffer(to_integers(x.array(), self.mpi_op))
         if self.is_direct or (self.op.factor is None and not self.element.is_half):
             return x
         factors = None if self.op.factor is None else [self.op.factor]
         entered = np.empty(x.count, np.float32 if self.element.is_half else self.element.storage)
         Folder(self.op, self.element, None, factors).fold([x.array()], [entered])
-        return as_buffer(entered)
+        return as_buffer(to_integers(entered, self.mpi_op) if self.is_compared else entered)
 
     def room(self, out: Buffer) -> Buffer:
         """Where MPI is to write: out itself, or a new buffer."""
+        if self.is_compared:
+            return as_buffer(np.empty(out.count, np.int64 if self.element.itemsize == 8 else np.int32))
         return as_buffer(np.empty(out.count, np.float32)) if self.element.is_half else out
 
     def leave(self, result: Buffer, out: Buffer, terms: int | None = None) -> None:
         """MPI's result, which reduces `terms` arrays (missing: one of each rank), into out."""
+        if self.is_compared:
+            self._leave_compared(result.array(), out.array())
+            return
         terms = self.size if terms is None else terms
         if result is not out or self.op.name == "avg":
             Folder(self.op, self.element, terms).fold([result.array()], [out.array()])
+
+    def _leave_compared(self, result: Array, out: Array) -> None:
+        if not self.element.is_half:
+            from_integers(result, out)
+            return
+        wide = np.empty(result.size, np.float32)
+        from_integers(result, wide)
+        Folder(self.op, self.element, None).fold([wide], [out])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native, uneven
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.small import SmallAllReduce
+from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
 from mpdist.comm.operation import host_buffer, operation
 from mpdist.errors import UsageError
@@ -34,8 +35,8 @@ class Reductions(Arrays):
 
         Args:
             x: same number of elements and type on all ranks; without `out` it gets the result.
-            op: associative; float16 and bfloat16 accumulate in float32. A function of two arrays is
-                applied in rank order.
+            op: associative; float16 and bfloat16 accumulate in float32; min and max give NaN where a rank has
+                it. A function of two arrays is applied in rank order.
             out: as large as `x`, of its type; `x` itself for in place.
             deterministic: fold in the order of ranks, so that neither timing nor the choice of an algorithm
                 shows in the bits of the result.
@@ -57,7 +58,10 @@ class Reductions(Arrays):
                         if how.is_direct:
                             call = channel.transport.iall_reduce
                             return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
-                    elif SmallAllReduce.fits(channel.team, target, how):
+                        is_large = how.is_compared and nbytes >= self._large_from[COMPARED]
+                    else:
+                        is_large = True
+                    if is_large and SmallAllReduce.fits(channel.team, target, how):
                         team, folder = channel.team, how.folder
                         return channel.post_direct(
                             "all_reduce", words, x, SmallAllReduce, team, target, target, folder, caller=2
@@ -82,7 +86,9 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, op)
         if isinstance(how, Reduction):
-            return self._post_reduction("all_reduce", details, deterministic, target.nbytes, source, target, how)
+            size = COMPARED if how.is_compared else "all_reduce"
+            is_large = target.nbytes >= self._large_from[size]
+            return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
     @operation
@@ -97,7 +103,8 @@ class Reductions(Arrays):
         element, nbytes = source.element, source.nbytes
         details = lambda: f"{op_text(element, nbytes, op)} to {dst}"  # noqa: E731  # a text made on demand
         if isinstance(how, Reduction):
-            return self._post_reduction("reduce", details, deterministic, source.nbytes, source, target, how, dst)
+            is_large = nbytes >= self._large_from["reduce"]
+            return self._post_reduction("reduce", details, deterministic, is_large, source, target, how, dst)
         return self._channel.post("reduce", native.reduce_by_function, details, source, target, how, dst)
 
     @operation
@@ -145,7 +152,8 @@ class Reductions(Arrays):
         target = self._output(source, out, shape, self.size)
         details = partial(op_text, source.element, source.nbytes, op)
         if isinstance(how, Reduction):
-            return self._post_reduction("reduce_scatter", details, deterministic, source.nbytes, source, target, how)
+            is_large = source.nbytes >= self._large_from["reduce_scatter"]
+            return self._post_reduction("reduce_scatter", details, deterministic, is_large, source, target, how)
         counts = [target.count] * self.size
         return self._channel.post(
             "reduce_scatter", native.reduce_scatter_by_function, details, source, target, counts, how
@@ -169,12 +177,12 @@ class Reductions(Arrays):
         )
 
     def _post_reduction(
-        self, op: str, details: Callable[[], str], deterministic: bool, nbytes: int, *arguments: Any
+        self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any
     ) -> Work[Any]:
         channel = self._channel
         if deterministic:
             return channel.post(op, getattr(self._ordered, op), details, channel, *arguments)
-        if nbytes >= self._large_from[op]:
+        if is_large:
             return channel.post(op, getattr(self._large, op), details, channel, *arguments)
         return channel.post(op, getattr(native, op), details, *arguments)
 

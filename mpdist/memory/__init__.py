@@ -2,6 +2,7 @@
 
 from mpdist.memory.allocate import allocate, allocate_like
 from mpdist.memory.buffer import HOST, Buffer, Device, is_same, overlap
+from mpdist.memory.comparing import from_integers, to_integers
 from mpdist.memory.elements import BY_CODE, BY_DTYPE, BY_NAME, ELEMENTS, Element, element_of
 from mpdist.memory.folding import Folder
 from mpdist.memory.half import narrow_into, widen
@@ -39,10 +40,12 @@ __all__ = [
     "element_of",
     "finish",
     "fold",
+    "from_integers",
     "is_same",
     "narrow_into",
     "overlap",
     "premul_sum",
     "premultiply",
+    "to_integers",
     "widen",
 ]

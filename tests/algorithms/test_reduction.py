@@ -58,12 +58,28 @@ def test_what_mpi_does_alone_is_neither_copied_before_nor_after(element: object)
         except UsageError:
             continue
         how = Reduction.of(op, element, 2)  # type: ignore[arg-type]
-        assert how.is_direct == (not element.is_half)  # type: ignore[attr-defined]
+        assert how.is_compared == (name == "min" and element.kind == "float")  # type: ignore[attr-defined]
+        assert how.is_direct == (not element.is_half and not how.is_compared)  # type: ignore[attr-defined]
         assert how.mpi_op == name
         if how.is_direct:
             x = as_buffer(np.zeros(2, element.storage))  # type: ignore[attr-defined]
             assert how.enter(x) is x
             assert how.room(x) is x
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_numbers_are_compared_as_integers_and_nan_comes_out(dtype: str, op: str) -> None:
+    ufunc = getattr(np, f"{op}imum")
+    inputs = [np.array([1, np.nan, -np.inf, 3], dtype), np.array([-2, 1, 5, np.nan], dtype)]
+    how = Reduction.of(as_op(op), BY_NAME[dtype], 2)
+    entered = [how.enter(as_buffer(x)) for x in inputs]
+    out = as_buffer(np.empty(4, dtype), writable=True)
+    room = how.room(out)
+    assert {buffer.element.kind for buffer in (*entered, room)} == {"int"}
+    ufunc(entered[0].array(), entered[1].array(), out=room.array())
+    how.leave(room, out)
+    np.testing.assert_array_equal(out.array(), ufunc(*inputs))
 
 
 def test_an_op_that_does_not_fit_is_refused() -> None:

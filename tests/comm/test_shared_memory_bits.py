@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import NATIVE, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
+from algorithms.forcing import CHOSEN, NATIVE, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
 from comm.arrays import torch_library
 from comm.reference import rounded
 
@@ -139,3 +140,39 @@ async def test_overflow_is_no_error_on_the_rank_where_it_happens(
                     op = mpdist.premul_sum(factor if comm.rank == comm.size - 1 else 1.0)
                     await made.all_reduce(x, op, deterministic=is_deterministic)
                 assert np.isinf(x.real).all(), f"{way} {dtype}"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["max", "min"])
+async def test_nan_comes_out_of_every_comparison_with_the_same_bits_on_all_ranks(
+    comm: Communicator, dtype: str, op: str
+) -> None:
+    """As of np.maximum and np.minimum, by every algorithm: MPI's own calls promise nothing."""
+    if dtype == "bfloat16" and torch_library() is None:
+        pytest.skip("torch is not installed")
+    library, ufunc = Library(dtype), getattr(np, f"{op}imum")
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0], np.float32)
+    for way in (CHOSEN, NATIVE, SHARED, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES):
+        async with forced(comm, way) as made:
+            for count in (1, 130, 40_000):
+                case = f"{way} {dtype} {op} x {count}"
+                generator = np.random.default_rng(count)
+                inputs = [rounded(generator.choice(special, count), dtype) for _ in range(comm.size)]
+                prefixes = list(itertools.accumulate(inputs, ufunc))
+                mine, last = inputs[comm.rank], prefixes[-1]
+
+                x = library.make(mine)
+                await made.all_reduce(x, op)
+                np.testing.assert_array_equal(library.read(x), last, err_msg=f"all_reduce {case}")
+                rows = await comm.all_gather(library.read(x).view(np.uint8))
+                assert (rows == rows[0]).all(), f"all_reduce {case}"
+                result = await made.reduce(library.make(mine), 0, op)
+                if result is not None:
+                    np.testing.assert_array_equal(library.read(result), last, err_msg=f"reduce {case}")
+                block = await made.reduce_scatter(library.make(np.tile(mine, comm.size)), op)
+                np.testing.assert_array_equal(library.read(block), last, err_msg=f"reduce_scatter {case}")
+                result = await made.scan(library.make(mine), op)
+                np.testing.assert_array_equal(library.read(result), prefixes[comm.rank], err_msg=f"scan {case}")
+                result = await made.exscan(library.make(mine), op)
+                if result is not None:
+                    np.testing.assert_array_equal(library.read(result), prefixes[comm.rank - 1], err_msg=case)

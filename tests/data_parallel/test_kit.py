@@ -41,11 +41,12 @@ def test_norm_is_that_of_all_ranks(comm: Communicator, norm_type: float, max_nor
         torch.testing.assert_close(parameter.grad, other.grad)
 
 
-def test_norm_that_is_not_finite_is_an_error_on_all_ranks(comm: Communicator) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norm_that_is_not_finite_is_an_error_on_all_ranks(comm: Communicator, norm_type: float) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), float("nan") if comm.rank == comm.size - 1 else 1.0)
     with pytest.raises(RuntimeError, match=r"the norm of all gradients .* is nan"):
-        mpdist.torch.clip_grad_norm(parameter, 1.0, comm, error_if_nonfinite=True)
+        mpdist.torch.clip_grad_norm(parameter, 1.0, comm, norm_type=norm_type, error_if_nonfinite=True)
 
 
 # ---------------------------------------------------------------------- metrics
