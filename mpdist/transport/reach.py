@@ -8,6 +8,7 @@ is tried at start, with a token that proves that the right process was reached.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import sys
@@ -68,12 +69,17 @@ class Reach:
             mine.nbytes = theirs.nbytes = nbytes - done
             moved = call(self._pids[world_rank], *self._vectors, 0)
             if moved <= 0:
-                code = ctypes.get_errno()
                 raise CommunicationError(
                     f"cannot {what} {nbytes} bytes of the memory of rank {world_rank} (pid {self._pids[world_rank]}) "
-                    f"on this node: {os.strerror(code)}; did the rank end? MPDIST_REACH=0 does without"
+                    f"on this node: {_why(ctypes.get_errno())}; MPDIST_REACH=0 does without"
                 )
             done += moved
+
+
+def _why(code: int) -> str:
+    if code == errno.EFAULT:
+        return f"{os.strerror(code)}: not all of it is ordinary memory, which alone the kernel shows to other processes"
+    return f"{os.strerror(code)}; did the rank end?"
 
 
 class Remote:

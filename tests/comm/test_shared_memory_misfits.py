@@ -153,3 +153,14 @@ async def test_through_slots_those_that_wait_for_readers_hear_of_it(
         with pytest.raises(ZeroDivisionError):
             async with made:
                 raise ZeroDivisionError
+
+
+async def test_ranks_that_take_different_roots_hear_of_it(comm: Communicator) -> None:
+    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
+        pytest.skip("the kernel keeps processes from each other's memory here")
+    async with forced(comm, SHARED) as made:
+        for _ in range(3):
+            x = np.ones(COUNT)
+            with pytest.raises(mpdist.CollectiveMismatch, match=r"reduce on .*differ in src or dst"):
+                await made.reduce(x, 0 if made.rank else 1)
+            assert (await made.all_reduce(x) == made.size).all()

@@ -8,13 +8,15 @@ while another copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.moving import block_bytes, copy, fold
 from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, factors_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED
+from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
+from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
 from mpdist.memory import Folder
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Meeting:
         self.turn = Turn(team.channel.engine)
         self._places = tuple(PRIVATE if each is None else team.place_of(each) for each in (x, out))
         self._round = 0
+        self._error: MpdistError | None = None
 
     def begin(self, *facts: int) -> Steps[None]:
         """Done when all have come; `facts` are told besides the places.
@@ -62,18 +65,52 @@ class Meeting:
                 team.give_up()
             raise misfit
 
+    @contextmanager
+    def share(self) -> Iterator[None]:
+        """This member's share of the work; an error waits for the end, for others are still at this one's arrays."""
+        try:
+            yield
+        except (CommunicationError, CollectiveMismatch) as error:
+            self._error = error
+            self.team.note(FAILED, self._round)
+
     def end(self) -> Steps[None]:
-        """Done when all are done."""
+        """Done when all are done.
+
+        Raises:
+            CommunicationError, CollectiveMismatch: on all members, which stay in step; one could not do its share.
+        """
         team = self.team
         team.note(REDUCED, self._round)
         team.tell(CONSUMED, self._round)
         if not team.are_at(CONSUMED, self._round):
             yield team.all_at(CONSUMED, self._round)
+        if self._error is not None:
+            raise self._error
+        failed = team.failed(self._round)
+        if failed:
+            listed = ", ".join(map(str, failed))
+            raise CommunicationError(
+                f"{self._call[0]} on {team.channel.where()}: rank {listed} could not do its share, so the result is "
+                "undefined; its own error says why"
+            )
 
     def memory(self, like: Buffer, count: int, fact: int = X_AT) -> list[Memory | None]:
         """Every member's array of `count` elements; None where it has none."""
         team = self.team
         return [team.memory(member, place, count, like.element) for member, place in enumerate(team.facts(fact))]
+
+    def there(self, memory: Memory | None) -> Memory:
+        """An array that its owner has told of; all members of this team can be reached.
+
+        Raises:
+            CollectiveMismatch: it has told of none, for it took another rank as root.
+        """
+        if memory is not None:
+            return memory
+        raise CollectiveMismatch(
+            f"{self._call[0]} on {self.team.channel.where()}: the ranks differ in src or dst; give all the same"
+        )
 
     def copy(self, target: Memory, source: Memory, itemsize: int) -> Steps[None]:
         """Copy in pieces."""
@@ -98,18 +135,16 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
     meeting = Meeting(team, "broadcast", x.nbytes, x)
     yield from meeting.begin()
-    if x.count:
-        *_, cut, _ = cuts(x.count, team.size, team.size)
-        mine, itemsize = x.array(), x.element.itemsize
-        memory = meeting.memory(x, x.count)
-        root = memory[src]
-        assert root is not None
-        if team.rank != src:
-            yield from meeting.copy(mine[:cut], root[:cut], itemsize)
-        for member in team.after_own() if team.rank == src else ():
-            target = memory[member]
-            assert target is not None
-            yield from meeting.copy(target[cut:], mine[cut:], itemsize)
+    with meeting.share():
+        if x.count:
+            *_, cut, _ = cuts(x.count, team.size, team.size)
+            mine, itemsize = x.array(), x.element.itemsize
+            memory = meeting.memory(x, x.count)
+            root = meeting.there(memory[src])
+            if team.rank != src:
+                yield from meeting.copy(mine[:cut], root[:cut], itemsize)
+            for member in team.after_own() if team.rank == src else ():
+                yield from meeting.copy(meeting.there(memory[member])[cut:], mine[cut:], itemsize)
     yield from meeting.end()
 
 
@@ -117,12 +152,13 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
     meeting = Meeting(team, "all_gather", x.nbytes, x)
     yield from meeting.begin()
-    if x.count:
-        rows = out.array().reshape(team.size, x.count)
-        memory = meeting.memory(x, x.count)
-        yield from meeting.copy(rows[team.rank], x.array(), x.element.itemsize)
-        for member in team.after_own():
-            yield from meeting.copy(rows[member], _there(memory[member]), x.element.itemsize)
+    with meeting.share():
+        if x.count:
+            rows = out.array().reshape(team.size, x.count)
+            memory = meeting.memory(x, x.count)
+            yield from meeting.copy(rows[team.rank], x.array(), x.element.itemsize)
+            for member in team.after_own():
+                yield from meeting.copy(rows[member], meeting.there(memory[member]), x.element.itemsize)
     yield from meeting.end()
 
 
@@ -130,11 +166,14 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
     meeting = Meeting(team, "gather", x.nbytes, x, out)
     yield from meeting.begin()
-    if x.count:
-        whole: Memory
-        whole = out.array() if out is not None else _there(meeting.memory(x, team.size * x.count, OUT_AT)[dst])
-        row = whole[team.rank * x.count : (team.rank + 1) * x.count]
-        yield from meeting.copy(row, x.array(), x.element.itemsize)
+    with meeting.share():
+        if x.count:
+            whole: Memory
+            whole = (
+                out.array() if out is not None else meeting.there(meeting.memory(x, team.size * x.count, OUT_AT)[dst])
+            )
+            row = whole[team.rank * x.count : (team.rank + 1) * x.count]
+            yield from meeting.copy(row, x.array(), x.element.itemsize)
     yield from meeting.end()
 
 
@@ -142,11 +181,12 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
     meeting = Meeting(team, "scatter", out.nbytes, x)
     yield from meeting.begin()
-    if out.count:
-        whole: Memory
-        whole = x.array() if x is not None else _there(meeting.memory(out, team.size * out.count)[src])
-        row = whole[team.rank * out.count : (team.rank + 1) * out.count]
-        yield from meeting.copy(out.array(), row, out.element.itemsize)
+    with meeting.share():
+        if out.count:
+            whole: Memory
+            whole = x.array() if x is not None else meeting.there(meeting.memory(out, team.size * out.count)[src])
+            row = whole[team.rank * out.count : (team.rank + 1) * out.count]
+            yield from meeting.copy(out.array(), row, out.element.itemsize)
     yield from meeting.end()
 
 
@@ -154,14 +194,15 @@ def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
     meeting = Meeting(team, "all_to_all", x.nbytes, x)
     yield from meeting.begin()
-    if x.count:
-        width = x.count // team.size
-        rows = out.array().reshape(team.size, width)
-        mine = slice(team.rank * width, (team.rank + 1) * width)
-        memory = meeting.memory(x, x.count)
-        yield from meeting.copy(rows[team.rank], x.array()[mine], x.element.itemsize)
-        for member in team.after_own():
-            yield from meeting.copy(rows[member], _there(memory[member])[mine], x.element.itemsize)
+    with meeting.share():
+        if x.count:
+            width = x.count // team.size
+            rows = out.array().reshape(team.size, width)
+            mine = slice(team.rank * width, (team.rank + 1) * width)
+            memory = meeting.memory(x, x.count)
+            yield from meeting.copy(rows[team.rank], x.array()[mine], x.element.itemsize)
+            for member in team.after_own():
+                yield from meeting.copy(rows[member], meeting.there(memory[member])[mine], x.element.itemsize)
     yield from meeting.end()
 
 
@@ -177,17 +218,18 @@ def reduce(
     op_name = "reduce" if len(receivers) == 1 else "all_reduce"
     meeting = Meeting(team, op_name, x.nbytes, x, out)
     yield from meeting.begin(*words_of(op, x.element))
-    if x.count:
-        at = cuts(x.count, team.size, team.size)
-        mine = slice(at[team.rank], at[team.rank + 1])
-        inputs = meeting.memory(x, x.count)
-        inputs[team.rank] = x.array()
-        outputs = meeting.memory(x, x.count, OUT_AT)
-        if out is not None:
-            outputs[team.rank] = out.array()
-        sources = [_there(each)[mine] for each in inputs]
-        places = [_there(outputs[member])[mine] for member in receivers]
-        yield from meeting.fold(Folder(op, x.element, terms, factors_of(team, op, x.element)), sources, places)
+    with meeting.share():
+        if x.count:
+            at = cuts(x.count, team.size, team.size)
+            mine = slice(at[team.rank], at[team.rank + 1])
+            inputs = meeting.memory(x, x.count)
+            inputs[team.rank] = x.array()
+            outputs = meeting.memory(x, x.count, OUT_AT)
+            if out is not None:
+                outputs[team.rank] = out.array()
+            sources = [meeting.there(each)[mine] for each in inputs]
+            places = [meeting.there(outputs[member])[mine] for member in receivers]
+            yield from meeting.fold(Folder(op, x.element, terms, factors_of(team, op, x.element)), sources, places)
     yield from meeting.end()
 
 
@@ -208,17 +250,12 @@ def reduce_scatter(
     """
     meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
     yield from meeting.begin(*words_of(op, x.element))
-    if x.count:
-        inputs = meeting.memory(x, x.count)
-        inputs[team.rank] = x.array()
-        folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
-        for row, target in mine:
-            part = slice(row * columns, (row + 1) * columns)
-            yield from meeting.fold(folder, [_there(each)[part] for each in inputs], [target])
+    with meeting.share():
+        if x.count:
+            inputs = meeting.memory(x, x.count)
+            inputs[team.rank] = x.array()
+            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
+            for row, target in mine:
+                part = slice(row * columns, (row + 1) * columns)
+                yield from meeting.fold(folder, [meeting.there(each)[part] for each in inputs], [target])
     yield from meeting.end()
-
-
-def _there(memory: Memory | None) -> Memory:
-    """An array that its owner has told of: all members of this team can be reached."""
-    assert memory is not None
-    return memory

@@ -51,7 +51,9 @@ _FACTS = 5
 # The last is the call: what must be the same on all.
 _CALL = 4
 _FACTS_AT = 8
-_WORDS = _FACTS_AT + 2 * _FACTS
+# The last collective in which a member could not do its share.
+FAILED = _FACTS_AT + 2 * _FACTS
+_WORDS = FAILED + 1
 HEAD_BYTES = 192
 
 # A slot: what a member shows of private memory in one round. Two of them, and two halves for what it has reduced, stay
@@ -280,6 +282,10 @@ class Team:
         if why is not None:
             self.give_up()
             raise why
+
+    def failed(self, number: int) -> list[int]:
+        """Ranks that could not do their share of a collective that began with this round; all have ended it."""
+        return sorted(self._rank_of(member) for member, line in enumerate(self._lines) if line[FAILED] == number)
 
     def give_up(self) -> None:
         """Refuse further use; members that wait for this one hear of it."""

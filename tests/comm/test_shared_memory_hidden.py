@@ -1,0 +1,48 @@
+"""Memory that the kernel does not show to other processes, as some of devices: an error on all ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import numpy as np
+import pytest
+from algorithms.forcing import SHARED, forced
+
+import mpdist
+from mpdist import Communicator
+
+pytestmark = [
+    pytest.mark.ranks(2, 3),
+    pytest.mark.skipif(sys.platform != "linux", reason="the system has no process_vm_readv"),
+]
+
+NBYTES = 64 * mmap.PAGESIZE
+
+
+def protect(x: np.ndarray, access: int) -> None:
+    """What may be done with the first page of x."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(mmap.PAGESIZE), access):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator) -> None:
+    """The first page of the root's array is read by others only."""
+    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
+        pytest.skip("the kernel keeps processes from each other's memory here")
+    x = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)
+    x[:] = comm.rank
+    async with forced(comm, SHARED) as made:
+        for _ in range(2):
+            if made.rank == 0:
+                protect(x, 0)
+                with pytest.raises(mpdist.CommunicationError, match=r"broadcast on .*could not do its share"):
+                    await made.broadcast(x, 0)
+                protect(x, mmap.PROT_READ | mmap.PROT_WRITE)
+            else:
+                with pytest.raises(mpdist.CommunicationError, match=r"rank 0 .*ordinary memory.*MPDIST_REACH=0"):
+                    await made.broadcast(x, 0)
+        await made.broadcast(x, 0)
+        assert (x == 0).all()
