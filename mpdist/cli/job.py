@@ -122,7 +122,7 @@ def end_of(rank: Rank) -> str:
     code = os.waitstatus_to_exitcode(rank.wait_status)
     if code == 0:
         return f"left with exit status 0, as by os._exit(0),{when}"
-    return f"left with exit status {code}{when or ' before it started mpdist: what it printed says why'}"
+    return f"left with exit status {code}{when or ' before it started mpdist (what it printed says why)'}"
 
 
 def unproved(good: Sequence[int], size: int, launcher_status: int) -> str:
