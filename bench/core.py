@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, Side, lines, show, summary  # beside this script
+from measure import Result, Side, lines, mpi_name, show, summary  # beside this script
 
 import mpdist
 
@@ -49,10 +49,6 @@ class Bench:
         self.only: str = options.only
         self.results: list[Result] = []
 
-    @property
-    def mpi(self) -> str:
-        return "MPICH" if "MPICH" in self.MPI.Get_library_version() else "Open MPI"
-
     async def run(self) -> list[Result]:
         cases = self.four_ranks() if self.world.size == 4 else self.two_ranks()
         async for result in cases:
@@ -65,8 +61,8 @@ class Bench:
         return self.only in case
 
     async def two_ranks(self) -> AsyncIterator[Result]:
-        by_mpi = {"MPICH": 1.8, "Open MPI": 4.0}[self.mpi]
-        stretch = {"MPICH": 1.5, "Open MPI": 3.3}[self.mpi]
+        by_mpi = {"MPICH": 1.8, "Open MPI": 4.0}[mpi_name()]
+        stretch = {"MPICH": 1.5, "Open MPI": 3.3}[mpi_name()]
         for nbytes, number, target, best in (
             (8, 2000, by_mpi, stretch),
             (32 * KIB, 500, 1.6, None),
@@ -85,7 +81,7 @@ class Bench:
             yield await self.wake_up()
 
     async def four_ranks(self) -> AsyncIterator[Result]:
-        target = {"MPICH": 1.2, "Open MPI": 1.6}[self.mpi]
+        target = {"MPICH": 1.2, "Open MPI": 1.6}[mpi_name()]
         if self.wants(case := "1 MiB all_reduce + barrier, 4 ranks on 2 cores / raw"):
             yield await self.compare(case, *self.reduce_and_barrier(), 20, target=target, stretch=0.5)
 
@@ -101,7 +97,7 @@ class Bench:
                 self.comm.Barrier()
                 kept.append(await side(number) / number * 1e6)
         return summary(
-            case, *times, ranks=self.world.size, mpi=self.mpi, target=target, stretch=stretch
+            case, *times, ranks=self.world.size, mpi=mpi_name(), target=target, stretch=stretch
         )  # fmt: skip
 
     # ------------------------------------------------------------------ the cases
@@ -179,7 +175,7 @@ class Bench:
                     await self.dissolve(apart, crowd, what, waiting)
                     self.world = world
         return summary(
-            case, times[10_000], times[100], ranks=2, mpi=self.mpi, target=2.0, stretch=1.2
+            case, times[10_000], times[100], ranks=2, mpi=mpi_name(), target=2.0, stretch=1.2
         )  # fmt: skip
 
     async def gather_crowd(self, apart: mpdist.Communicator, crowd: int, what: str) -> list[mpdist.Work]:
@@ -224,7 +220,7 @@ class Bench:
         shares = await world.broadcast_object(shares, src=1)
         return summary(
             "waiting 1 s for a message: processor time / time", shares, [1.0] * len(shares),
-            ranks=2, mpi=self.mpi, unit="s", target=0.04, stretch=0.01,
+            ranks=2, mpi=mpi_name(), unit="s", target=0.04, stretch=0.01,
         )  # fmt: skip
 
     async def wake_up(self) -> Result:
@@ -259,7 +255,7 @@ class Bench:
             os.rmdir(os.path.dirname(path))
         ours, theirs = await world.broadcast_object((ours[2:], theirs[2:]), src=1)
         return summary(
-            "waiting: wake-up / of a FIFO", ours, theirs, ranks=2, mpi=self.mpi, target=1.5
+            "waiting: wake-up / of a FIFO", ours, theirs, ranks=2, mpi=mpi_name(), target=1.5
         )  # fmt: skip
 
     def reduce_and_barrier(self) -> tuple[Side, Side]:

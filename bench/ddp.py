@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, show  # beside this script
+from measure import Result, lines, mpi_name, show  # beside this script
 from models import CASES, Case
 
 import mpdist
@@ -188,12 +188,6 @@ def run_hosts(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Re
             print(f"{name}: {side.model.statistics(options.rounds)}", file=sys.stderr, flush=True)
         side.model.close()
     return found
-
-
-def mpi_name() -> str:
-    from mpi4py import MPI
-
-    return MPI.get_vendor()[0]
 
 
 def worst(launches: list[list[Result]]) -> list[Result]:

@@ -73,6 +73,13 @@ def summary(
     )  # fmt: skip
 
 
+def mpi_name() -> str:
+    """The column of the table: `MPICH` or `Open MPI`."""
+    from mpi4py import MPI
+
+    return "MPICH" if "MPICH" in MPI.Get_library_version() else "Open MPI"
+
+
 def show(results: list[Result], stream: IO[str] | None = None) -> None:
     """The table on the screen."""
     try:

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, show  # beside this script
+from measure import Result, lines, mpi_name, show  # beside this script
 
 SIDES = ("mpdist", "torch")
 TARGET = 1.05
@@ -124,12 +124,6 @@ def launch(options: argparse.Namespace) -> None:
     show(results)
     if options.json:
         options.json.write_text(lines(results))
-
-
-def mpi_name() -> str:
-    from mpi4py import MPI
-
-    return MPI.get_vendor()[0]
 
 
 def started(side: str, name: str, steps: int) -> list[float]:

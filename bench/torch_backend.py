@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, show, summary  # beside this script
+from measure import Result, lines, mpi_name, show, summary  # beside this script
 
 import mpdist.torch.work
 
@@ -68,12 +68,6 @@ class Bench:
         self.only: str = options.only
         self.results: list[Result] = []
 
-    @property
-    def mpi(self) -> str:
-        from mpi4py import MPI
-
-        return "MPICH" if "MPICH" in MPI.Get_library_version() else "Open MPI"
-
     def run(self) -> list[Result]:
         for make in self.one_rank() if self.size == 1 else self.two_ranks():
             result = make()
@@ -92,7 +86,7 @@ class Bench:
         for _ in range(self.rounds):
             for side, each in zip(sides, times, strict=True):
                 each.append(self.timed(op, side, number))
-        return summary(case, *times, ranks=self.size, mpi=self.mpi, target=target)
+        return summary(case, *times, ranks=self.size, mpi=mpi_name(), target=target)
 
     def timed(self, op: Op, side: Any, number: int) -> float:
         """Microseconds of one call."""

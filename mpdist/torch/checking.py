@@ -17,7 +17,8 @@ from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
 from mpdist.torch.data_parallel.outputs import tensors_in
 from mpdist.torch.data_parallel.start import describe
-from mpdist.torch.data_parallel.waiting import finish, hold
+from mpdist.torch.data_parallel.waiting import hold
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

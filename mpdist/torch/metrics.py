@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mpdist.errors import UsageError
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

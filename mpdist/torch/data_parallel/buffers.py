@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from mpdist.torch.data_parallel.bucket import empty
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

@@ -14,7 +14,7 @@ import torch
 from mpdist.errors import UsageError
 from mpdist.torch.data_parallel import start
 from mpdist.torch.data_parallel.notes import Notes
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

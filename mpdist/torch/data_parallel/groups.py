@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from mpdist.comm import Communicator
 from mpdist.errors import UsageError
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.torch.waiting import finish
 
 
 def told(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from mpdist.torch.data_parallel.waiting import finish
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

@@ -29,7 +29,8 @@ from mpdist.torch.data_parallel.overlap import Overlap
 from mpdist.torch.data_parallel.slot import Slot
 from mpdist.torch.data_parallel.statistics import Clock
 from mpdist.torch.data_parallel.unused import Unused
-from mpdist.torch.data_parallel.waiting import finish, hold
+from mpdist.torch.data_parallel.waiting import hold
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

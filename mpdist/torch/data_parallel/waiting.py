@@ -1,4 +1,4 @@
-"""Waiting inside backward and forward: also for a conversation of all ranks."""
+"""Waiting inside backward and forward for a conversation of all ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.gradients.talk import Talk
-
-__all__ = ["finish", "hold"]
 
 T = TypeVar("T")
 
