@@ -33,7 +33,7 @@ if "--ranks-inner" in sys.argv:
 
 
 class Suite:
-    """A test file that is run by a pytest of its own."""
+    """Test files in one folder that are run by a pytest of their own."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
@@ -44,6 +44,10 @@ class Suite:
     def run(self, text: str, *arguments: str) -> pytest.RunResult:
         self._pytester.makepyfile(test_it=HEAD + dedent(text))
         return self.again(*arguments)
+
+    def add(self, name: str, text: str) -> None:
+        """One more file beside it."""
+        self._pytester.makepyfile(**{name: HEAD + dedent(text)})
 
     def again(self, *arguments: str) -> pytest.RunResult:
         return self._pytester.runpytest_subprocess("-v", *arguments, timeout=100)
@@ -89,6 +93,23 @@ def test_a_group_is_launched_once(suite: Suite) -> None:
     lines = [line for line in suite.again().stdout.lines if " is " in line]
     assert len(lines) == 4
     assert len(set(lines)) == 2
+
+
+def test_files_of_a_folder_share_a_launch_unless_one_is_to_be_apart(suite: Suite) -> None:
+    tells = """
+        def test_it():
+            print(world().rank, "of", __name__, "is", os.getpid())
+            assert False
+    """
+    suite.add("test_first", tells)
+    suite.add("test_other", "pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]\n" + dedent(tells))
+    suite.add("test_third", tells)
+    result = suite.again()
+    result.assert_outcomes(failed=3)
+    lines = {line for line in result.stdout.lines if " is " in line}
+    of = {name: {line.split()[-1] for line in lines if name in line} for name in ("first", "other", "third")}
+    assert of["first"] == of["third"]
+    assert not of["first"] & of["other"]
 
 
 def test_tests_without_the_mark_run_in_the_outer_process(suite: Suite) -> None:

@@ -20,7 +20,8 @@ import mpdist.torch
 from mpdist import Communicator
 from mpdist.torch import DistributedDataParallel
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+# Its default process group is another than that of the modules beside it.
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.apart]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The outer half: an item per test and rank count, a launch per file and rank count, one report.
+"""The outer half: an item per test and rank count, a launch per folder and rank count, one report.
 
 An item's run tells the ranks to run that test and waits for all of them. When a
 rank hangs, dies, or fails while others wait for it, the launch is killed, and the
@@ -33,7 +33,7 @@ LAST_WORDS_SECONDS = 3.0
 
 
 class Group(NamedTuple):
-    """What shares a launch."""
+    """What shares a launch: the tests of a folder, or of a file whose tests are to be by themselves."""
 
     path: Path
     ranks: int
@@ -93,7 +93,7 @@ class RanksItem(pytest.Item):
 
     @property
     def group(self) -> Group:
-        return Group(self.path, self.ranks)
+        return Group(_home(self), self.ranks)
 
     def runtest(self) -> None:
         outer = self.config.pluginmanager.getplugin("ranks-outer")
@@ -134,12 +134,15 @@ class Outer:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Bring the tests of a group together, in it those of a loop, and leave the rest in order."""
-        files = list(dict.fromkeys(item.path for item in items))
-        order = {path: position for position, path in enumerate(files)}
+        """Bring the tests of a group together, in it those of a file and a loop, and leave the rest in order."""
+        order: dict[Path, int] = {}
+        for item in items:
+            for path in (item.path.parent, _home(item), item.path):
+                order.setdefault(path, len(order))
 
-        def place(item: pytest.Item) -> tuple[int, int, int]:
-            return (order[item.path], *((item.ranks, item.loop) if isinstance(item, RanksItem) else (0, 0)))
+        def place(item: pytest.Item) -> tuple[int, ...]:
+            ranks, loop = (item.ranks, item.loop) if isinstance(item, RanksItem) else (0, 0)
+            return order[item.path.parent], order[_home(item)], ranks, order[item.path], loop
 
         items.sort(key=place)
 
@@ -184,9 +187,11 @@ class Outer:
         """Launch the ranks with this item's test and those of its group that follow."""
         items = item.session.items
         rest = takewhile(lambda other: getattr(other, "group", None) == item.group, items[items.index(item) :])
-        tests = [other.inner_id for other in rest if isinstance(other, RanksItem)]
+        group = [other for other in rest if isinstance(other, RanksItem)]
+        tests, files = [other.inner_id for other in group], list(dict.fromkeys(str(other.path) for other in group))
         shows_output = item.config.getoption("capture") == "no"
-        self._launch = Launch(tests, item.ranks, _inner_arguments(item), shows_output)
+        arguments = [*_inner_arguments(item.config), *files]
+        self._launch = Launch(tests, item.ranks, arguments, shows_output)
         self._group, self._has_failed = item.group, False
         self._await_ready(self._launch, item.ranks)
 
@@ -289,9 +294,13 @@ def _note_lost(launch: Launch, records: list[Record]) -> None:
         records[rank].is_lost = True
 
 
-def _inner_arguments(item: RanksItem) -> list[str]:
-    """Arguments of the inner pytests: what changes how tests are collected, run and shown."""
-    config = item.config
+def _home(item: pytest.Item) -> Path:
+    """Where the tests are that share a launch with it."""
+    return item.path if item.get_closest_marker("apart") else item.path.parent
+
+
+def _inner_arguments(config: pytest.Config) -> list[str]:
+    """Options of the inner pytests: what changes how tests are collected, run and shown."""
     arguments = ["-p", "no:cacheprovider", "--rootdir", str(config.rootpath)]
     arguments += [f"--limit={config.option.limit}"]
     arguments += [f"--loop={config.option.loop}"] if config.option.loop else []
@@ -303,4 +312,4 @@ def _inner_arguments(item: RanksItem) -> list[str]:
     arguments += ["-v"] * config.option.verbose
     arguments += [f"--{name}" for name in ("large", "showlocals") if getattr(config.option, name)]
     arguments += [f"--tb={config.option.tbstyle}", f"--capture={config.option.capture}"]
-    return [*arguments, f"--import-mode={config.option.importmode}", str(item.path)]
+    return [*arguments, f"--import-mode={config.option.importmode}"]

@@ -15,7 +15,8 @@ import pytest
 import mpdist
 from mpdist.runtime.waiting import Waits, waits
 
-pytestmark = pytest.mark.ranks(2)
+# What it looks at are the threads of the process and what is in its loop: other modules leave some there.
+pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]
 
 Comm = mpdist.Communicator
 

@@ -17,6 +17,9 @@ import mpdist
 
 pytest.importorskip("expecttest", reason="PyTorch's suite needs expecttest")
 
+# It sets variables of the environment, and some of its tests leave theirs.
+pytestmark = pytest.mark.apart
+
 PASSED: dict[str, list[str]] = json.loads((Path(suite.__file__).with_name("passed_by_gloo.json")).read_text())
 
 ALWAYS = (
