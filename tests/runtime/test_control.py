@@ -19,7 +19,7 @@ from mpdist.config import Config
 from mpdist.runtime import describe_pending
 from mpdist.runtime.control import Control
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.ranks(3)  # most of these tests wait; on 2 ranks: test_control_jobs.py
 
 TOKEN = 77
 Start = Callable[..., Control]
