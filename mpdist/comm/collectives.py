@@ -12,7 +12,7 @@ from mpdist.algorithms import native, uneven
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
 from mpdist.comm.arrays import check_all_apart, check_apart, from_text, text_of, to_text
-from mpdist.comm.operation import host_buffer, operation
+from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.comm.reductions import Reductions
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer
@@ -132,6 +132,8 @@ class Collectives(Reductions):
             if out is not None:
                 check_apart(whole, out)
             return Parcel.of_rows(whole, self.size, self._block_shape(whole)), None
+        except OnDevice:
+            raise
         except UsageError as error:
             explained = self._explained("scatter", error)
             return Parcel.refused(str(explained), self.size), explained

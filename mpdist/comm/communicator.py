@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
 from mpdist.comm.objects import Objects
 from mpdist.errors import UsageError
+from mpdist.memory.accelerator import accelerator_of
+from mpdist.memory.buffer import device_of
 from mpdist.progress import current
 from mpdist.progress.channel import Channel
 
@@ -119,13 +121,26 @@ class Communicator(Objects, Collectives, Groups):
 
     # ------------------------------------------------------------------ memory
 
-    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[np.generic]: ...
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, device: str = "cpu") -> Any: ...
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32, device: str = "cpu") -> Any:
         """An array in memory that all ranks of this node can read, so that collectives copy nothing; a local call.
 
         It is an ordinary NumPy array, not initialised; `torch.from_numpy` makes a tensor of it. Its memory is given
         back when the last array or tensor on it goes, at any time. Where there is no shared memory left it is
         private memory, and stderr says so once.
+
+        Args:
+            device: "cuda" or "cuda:1" for a CuPy array there, which travels through host memory as any other does.
+
+        Raises:
+            UsageError: no such device.
+            Unavailable: CuPy is not installed.
         """
+        if device != "cpu":
+            return accelerator_of(device_of(device)).empty(np.atleast_1d(shape).tolist(), np.dtype(dtype))
         shared = self._channel.engine.shared
         return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from mpdist.comm.staging import staged
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, as_buffer
 
@@ -23,13 +24,19 @@ R = TypeVar("R")
 
 
 def host_buffer(x: object, *, writable: bool = False) -> Buffer:
-    """as_buffer for memory that MPI can reach."""
+    """as_buffer for memory that MPI can reach.
+
+    Raises:
+        OnDevice: it is not; whoever takes such arrays goes another way, see staging.py.
+    """
     buffer = as_buffer(x, writable=writable)
     if buffer.device is not HOST:
-        raise UnsupportedBuffer(
-            f"got an array on {buffer.device}; this MPI transport takes host memory: copy it there first"
-        )
+        raise OnDevice(f"got an array on {buffer.device}; needed host memory: copy it there first")
     return buffer
+
+
+class OnDevice(UnsupportedBuffer):
+    """An array is in memory that only its device reaches."""
 
 
 class Operations:
@@ -74,13 +81,17 @@ class Operations:
 
 
 def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """Let the errors of a method say operation, communicator and rank."""
+    """Let the errors of a method say operation, communicator and rank, and let it take arrays on a device."""
     op = method.__name__.lstrip("_")
 
     @functools.wraps(method)
     def explained(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except OnDevice:
+                pass
+            return staged(self, method, args, kwargs)  # type: ignore[no-any-return]  # what the method returns
         except UsageError as error:
             if _NAMES_PLACE.match(str(error)):
                 raise

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from numpy import ndarray
 
-from mpdist.comm.operation import Operations, host_buffer, operation
+from mpdist.comm.operation import Operations, operation
+from mpdist.comm.staging import receive_on_device, send_from_device
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
-from mpdist.memory import BY_DTYPE, overlap
+from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap
 from mpdist.progress import wire
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
@@ -59,7 +60,10 @@ class PointToPoint(Operations):
 
     def _send(self, x: object, dst: int, tag: int) -> Work[None]:
         try:
-            return send(self._channel, host_buffer(x), self._rank(dst, "dst"), self._tag(tag))
+            buffer, dst, tag = as_buffer(x), self._rank(dst, "dst"), self._tag(tag)
+            if buffer.device is not HOST:
+                return send_from_device(self._channel, buffer, dst, tag)
+            return send(self._channel, buffer, dst, tag)
         except UsageError as error:
             raise self._explained("send", error) from error.__cause__
 
@@ -97,14 +101,10 @@ class PointToPoint(Operations):
                 x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
             )
         try:
-            return channel.inbox.receive(
-                Receive(
-                    channel,
-                    None if x is None else host_buffer(x, writable=True),
-                    ANY if src is ANY_SOURCE else self._rank(src, "src"),
-                    ANY if tag is ANY_TAG else self._tag(tag),
-                )
-            )
+            buffer = None if x is None else as_buffer(x, writable=True)
+            if buffer is not None and buffer.device is not HOST:
+                return receive_on_device(channel, buffer, *self._pattern(src, tag))
+            return channel.inbox.receive(Receive(channel, buffer, *self._pattern(src, tag)))
         except UsageError as error:
             raise self._explained("recv", error) from error.__cause__
 
@@ -121,8 +121,8 @@ class PointToPoint(Operations):
             A Work of the received Message, done when both are.
         """
         dst, tag = self._rank(dst, "dst"), self._tag(tag)
-        source = host_buffer(x)
-        if out is not None and overlap(source, host_buffer(out, writable=True)):
+        source = as_buffer(x)
+        if out is not None and overlap(source, as_buffer(out, writable=True)):
             raise UsageError("x and out overlap in memory; give out memory of its own")
         receive = self.recv(out, dst if src is None else src, tag)
         try:

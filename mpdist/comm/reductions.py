@@ -15,7 +15,7 @@ from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.small import SmallAllReduce
 from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
-from mpdist.comm.operation import host_buffer, operation
+from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same
 
@@ -66,12 +66,14 @@ class Reductions(Arrays):
                         return channel.post_direct(
                             "all_reduce", words, x, SmallAllReduce, team, target, target, folder, caller=2
                         )
+        except OnDevice:
+            pass  # as all that is more than one call
         except UsageError as error:
             raise self._explained("all_reduce", error) from error.__cause__
-        return self._all_reduce(x, op, out, deterministic)
+        return self._all_reduce(x, op, out=out, deterministic=deterministic)
 
     @operation
-    def _all_reduce(self, x: object, op: OpLike, out: object, deterministic: bool) -> Work[Any]:
+    def _all_reduce(self, x: object, op: OpLike, *, out: object, deterministic: bool) -> Work[Any]:
         """What is more than one call of MPI."""
         source: Buffer | None = None
         if out is None:

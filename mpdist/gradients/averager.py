@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.errors import SizeMismatch, UsageError
+from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
 from mpdist.gradients.agreement import agree_on_order, check_descriptions
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
@@ -209,7 +209,12 @@ class GradientAverager:
 
 def _described(x: object, name: str) -> Buffer:
     try:
-        return as_buffer(x)
+        buffer = as_buffer(x)
+        if not buffer.device.is_host:
+            raise UnsupportedBuffer(
+                f"got an array on {buffer.device}; needed host memory. all_reduce takes arrays of a GPU"
+            )
+        return buffer
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
 

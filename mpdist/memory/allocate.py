@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from mpdist.errors import Unavailable
+from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.elements import Array, Element, numpy_dtype
 from mpdist.memory.sources import as_buffer
 
@@ -27,7 +25,7 @@ def allocate_like(x: object, shape: int | Sequence[int]) -> object:
 
     Raises:
         UnsupportedBuffer: bfloat16 without ml_dtypes.
-        Unavailable: x is on a GPU, and CuPy is not loaded.
+        Unavailable: x is on a GPU, and CuPy, which is needed for that, is not installed.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if isinstance(x, np.ndarray):
@@ -38,15 +36,4 @@ def allocate_like(x: object, shape: int | Sequence[int]) -> object:
     buffer = as_buffer(x)
     if buffer.device.is_host:
         return allocate(buffer.element, shape)
-    return _allocate_cuda(buffer.element, shape, buffer.device.index)
-
-
-def _allocate_cuda(element: Element, shape: tuple[int, ...], index: int) -> object:
-    cupy: Any = sys.modules.get("cupy")
-    if cupy is None:
-        raise Unavailable(
-            "a result on a GPU can be allocated only with CuPy, which is not loaded; give the output array, "
-            "or install the extra mpdist[cuda12] or mpdist[cuda13] and import cupy"
-        )
-    with cupy.cuda.Device(index):
-        return cupy.empty(shape, numpy_dtype(element))
+    return accelerator_of(buffer.device).empty(shape, numpy_dtype(buffer.element))

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from mpdist.errors import UsageError
 from mpdist.memory.elements import Array, Element
 
 
@@ -38,6 +39,16 @@ HOST = Device("cpu")
 def cuda(index: int) -> Device:
     """The CUDA device with this index."""
     return Device("cuda", index)
+
+
+def device_of(name: str) -> Device:
+    """`cpu`, `cuda` or `cuda:1` as a Device; raises UsageError."""
+    kind, colon, index = name.partition(":")
+    if name == "cpu":
+        return HOST
+    if kind != "cuda" or (colon and not index.isdecimal()):
+        raise UsageError(f"device is {name!r}; it must be 'cpu', 'cuda' or 'cuda:1'")
+    return cuda(int(index or 0))
 
 
 class Buffer:

@@ -245,6 +245,8 @@ def _learn(x: object) -> Maker:
 
 def _maker_for(x: object) -> Maker | None:
     kind = type(x)
+    if isinstance(x, Buffer):
+        return _from_buffer
     if isinstance(x, np.ndarray):
         return None if isinstance(x, np.ma.MaskedArray) else _from_numpy
     if isinstance(x, np.generic):

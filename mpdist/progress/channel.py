@@ -32,6 +32,7 @@ from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
+    from mpdist.progress.outbox import Outbox
     from mpdist.transport.mpi import Request, Transport
 
 W = TypeVar("W", bound=Collective[Any])
@@ -70,9 +71,11 @@ class Channel:
         team: what its members share in memory, kept for the algorithms that do.
         has_met: whether they have tried to share.
         advice: what to look at where its collectives wait in vain.
+        outbox: messages that wait for their data; made for the first of them.
     """
 
     advice = ""
+    outbox: Outbox | None = None
 
     def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
         self.engine = engine

@@ -31,6 +31,8 @@ from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
 
 if TYPE_CHECKING:
+    from mpdist.memory import Device
+    from mpdist.memory.pinned import Pinned
     from mpdist.progress.channel import Channel
     from mpdist.progress.inbox import Inbox
     from mpdist.progress.work import Work
@@ -79,6 +81,7 @@ class Engine:
         shared: memory that the ranks of this node share; None where they can't.
         is_sharing: whether the ranks of each node do.
         thresholds: the table by which algorithms are chosen, kept for them.
+        staging: host memory through which the arrays of devices travel, by device.
     """
 
     meeting: Channel
@@ -102,6 +105,7 @@ class Engine:
         self.shared: Neighbours | None = None
         self.is_sharing = False
         self.thresholds: object = None
+        self.staging: dict[Device, Pinned] = {}
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True
         self.allow_pickle = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpdist.errors import UnsupportedBuffer
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
 from mpdist.progress.array_receive import ArrayReceive
@@ -218,6 +219,8 @@ class Inbox:
     def receive_probed(self, incoming: Incoming, x: object) -> Work[Message]:
         """Receive a message that a probe has matched."""
         buffer = None if x is None else as_buffer(x, writable=True)
+        if buffer is not None and not buffer.device.is_host:
+            raise UnsupportedBuffer(f"got an array on {buffer.device}; receive it without x, and copy it there")
         kind = ReceiveEither if buffer is None else Receive
         receive = kind(self.channel, buffer, incoming.src, incoming.tag)
         with self.engine.lock:

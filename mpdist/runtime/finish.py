@@ -47,13 +47,18 @@ def agree(engine: Engine) -> None:
 
 
 def close_all(engine: Engine, why: str) -> None:
-    """Close every communicator, and report the messages that nobody has received; receives are withdrawn."""
+    """Close every communicator, and report the messages that nobody has received; receives are withdrawn.
+
+    Memory for copies of devices is given back.
+    """
     for channel in list(engine.channels):
         if not channel.is_closed:
             _report_unclaimed(channel)
             for receive in list(channel.inbox.box.waiting()):
                 receive.cancel()
             channel.close(why, together=True)
+    for pinned in engine.staging.values():
+        pinned.close()
     engine.maker.free()
     engine.doorbell.close()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpdist.errors import Unavailable, UnsupportedBuffer
-from mpdist.memory import BY_NAME, ELEMENTS, allocate, allocate_like, as_buffer
+from mpdist.memory import BY_NAME, ELEMENTS, accelerator, allocate, allocate_like, as_buffer
 
 NUMPY_NAMES = [element.name for element in ELEMENTS if element.numpy is not None]
 
@@ -57,14 +57,15 @@ def test_like_other_buffers_is_numpy(x: object) -> None:
 
 
 def test_like_a_gpu_array_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(accelerator, "_known", {})
 
     class CudaArray:
         @property
         def __cuda_array_interface__(self) -> dict[str, object]:
             return {"shape": (2,), "typestr": "<f4", "data": (4096, False), "version": 3}
 
-    with pytest.raises(Unavailable, match=r"cuda12.*cuda13"):
+    with pytest.raises(Unavailable, match=r"pip install 'mpdist\[cuda13\]' or 'mpdist\[cuda12\]'"):
         allocate_like(CudaArray(), 2)
 
 

@@ -1,0 +1,83 @@
+"""Accelerator: the little that mpdist asks of a device whose memory neither MPI nor NumPy can touch.
+
+Copies are queued, and go on by themselves; a Mark tells when all that was queued
+before it is done. Both directions have a queue of their own, so that one half of an
+array travels out while the other comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from mpdist.errors import Unavailable
+from mpdist.memory.cuda import Cuda
+
+if TYPE_CHECKING:
+    from mpdist.memory.buffer import Buffer, Device
+    from mpdist.memory.elements import Array
+
+
+class Mark(Protocol):
+    """A place in a queue of copies; a request, as programs of collectives yield them."""
+
+    def Test(self) -> bool:
+        """Whether all before it is done.
+
+        Raises:
+            DeviceFailed: the device has failed.
+        """
+
+    def wait(self) -> None:
+        """Block until it is."""
+
+
+class Accelerator(Protocol):
+    """One device."""
+
+    def follow(self, x: Buffer) -> None:
+        """Let later copies wait for what the program has queued so far for this memory, in its own stream.
+
+        Raises:
+            UsageError: the program records that stream into a graph, instead of running it.
+        """
+
+    def copy_out(self, source: Buffer, start: int, target: Array) -> Mark:
+        """Queue a copy of the bytes from `start` on into host memory (uint8), which may be pinned."""
+
+    def copy_in(self, source: Array, target: Buffer, start: int) -> Mark:
+        """Queue a copy of host memory (uint8) over the bytes from `start` on."""
+
+    def empty(self, shape: Sequence[int], dtype: object) -> object:
+        """A new array there, not initialised."""
+
+    def pin(self, memory: Array) -> bool:
+        """Let copies from and to this host memory go by themselves; False if it cannot be done: they work, slower."""
+
+    def unpin(self, memory: Array) -> None:
+        """Before pinned memory is given back."""
+
+
+_known: dict[Device, Accelerator] = {}
+
+
+def accelerator_of(device: Device) -> Accelerator:
+    """The accelerator with this memory.
+
+    Raises:
+        Unavailable: the library that it needs is not installed, or does not work here.
+    """
+    known = _known.get(device)
+    if known is None:
+        known = _known[device] = _opened(device)
+    return known
+
+
+def _opened(device: Device) -> Accelerator:
+    try:
+        return Cuda(device.index)
+    except ImportError as error:
+        raise Unavailable(
+            f"an array on {device} is copied by CuPy, which cannot be loaded ({error}): install the extra for your "
+            "driver, pip install 'mpdist[cuda13]' or 'mpdist[cuda12]', or copy the array to the host first"
+        ) from error

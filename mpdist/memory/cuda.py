@@ -1,0 +1,162 @@
+"""CUDA: copies between a GPU and the host by CuPy, in the order of the program's own streams.
+
+The one home of CuPy, which is loaded when the first array on a GPU comes. An array
+says by its library in which stream it is being computed: torch and CuPy have a
+current stream, others put it into `__cuda_array_interface__`, or order themselves
+when they are asked for a DLPack capsule. See
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html and
+https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpdist.errors import CommunicationError, UsageError
+
+if TYPE_CHECKING:
+    from mpdist.memory.buffer import Buffer
+    from mpdist.memory.elements import Array
+
+# Handle of the stream with which all blocking streams synchronise; the interface calls it 1, torch and CuPy 0.
+LEGACY_DEFAULT = 1
+
+_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+
+
+class DeviceFailed(CommunicationError):
+    """A copy from or to a device has failed."""
+
+
+class Cuda:
+    """One GPU: a stream for copies to the host and one for copies from it.
+
+    Raises:
+        ImportError: CuPy is not installed, or finds no driver.
+    """
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._cuda: Any = cupy.cuda
+        self._runtime: Any = cupy.cuda.runtime
+        self._device: Any = cupy.cuda.Device(index)
+        self._index = index
+        with self._device:
+            self._out = cupy.cuda.Stream(non_blocking=True)
+            self._in = cupy.cuda.Stream(non_blocking=True)
+
+    def follow(self, x: Buffer) -> None:
+        """See Accelerator."""
+        with self._device:
+            producer = self._producer(x.owner)
+            if producer is None:
+                self._ask(x.owner)
+                return
+            if self._runtime.streamIsCapturing(producer):
+                raise UsageError(
+                    f"the array on cuda:{self._index} is being recorded into a CUDA graph, so it has no values yet; "
+                    "communicate before or after the capture"
+                )
+            event = self._event()
+            self._runtime.eventRecord(event.ptr, producer)
+            for stream in (self._out, self._in):
+                stream.wait_event(event)
+
+    def _producer(self, owner: Any) -> int | None:
+        """Handle of the stream in which an array is being computed; None if only its library knows."""
+        library = type(owner).__module__.partition(".")[0]
+        if library == "cupy":
+            return int(self._cuda.get_current_stream().ptr)
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and isinstance(owner, torch.Tensor):
+            return int(torch.cuda.current_stream(self._index).cuda_stream)
+        interface = getattr(owner, "__cuda_array_interface__", None)
+        if interface is None:
+            return None
+        return int(interface.get("stream") or LEGACY_DEFAULT)
+
+    def _ask(self, owner: Any) -> None:
+        """Let the array's library make our streams wait: a consumer's stream is an argument of the export."""
+        for stream in (self._out, self._in):
+            owner.__dlpack__(stream=stream.ptr)
+
+    def copy_out(self, source: Buffer, start: int, target: Array) -> CudaMark:
+        """See Accelerator."""
+        self._copy(_address(target), source.address + start, target.nbytes, _TO_HOST, self._out)
+        return self._mark(self._out)
+
+    def copy_in(self, source: Array, target: Buffer, start: int) -> CudaMark:
+        """See Accelerator."""
+        self._copy(target.address + start, _address(source), source.nbytes, _TO_DEVICE, self._in)
+        return self._mark(self._in)
+
+    def empty(self, shape: Sequence[int], dtype: object) -> object:
+        """See Accelerator."""
+        import cupy
+
+        with self._device:
+            return cupy.empty(tuple(shape), dtype)
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
+        if nbytes:
+            with self._device:
+                self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+
+    def _event(self) -> Any:
+        return self._cuda.Event(block=True, disable_timing=True)
+
+    def _mark(self, stream: Any) -> CudaMark:
+        with self._device:
+            event = self._event()
+            event.record(stream)
+        return CudaMark(event, self._runtime.CUDARuntimeError)
+
+    def pin(self, memory: Array) -> bool:
+        """See Accelerator."""
+        with self._device:
+            try:
+                self._runtime.hostRegister(_address(memory), memory.nbytes, 0)
+            except self._runtime.CUDARuntimeError:
+                return False
+        return True
+
+    def unpin(self, memory: Array) -> None:
+        """See Accelerator."""
+        # The driver may have ended before us; then nothing is pinned any more.
+        with self._device, contextlib.suppress(self._runtime.CUDARuntimeError):
+            self._runtime.hostUnregister(_address(memory))
+
+
+class CudaMark:
+    """A recorded event."""
+
+    __slots__ = ("_event", "_failure")
+
+    def __init__(self, event: Any, failure: type[Exception]) -> None:
+        self._event = event
+        self._failure = failure
+
+    def Test(self) -> bool:
+        with failures(self._failure):
+            return bool(self._event.done)
+
+    def wait(self) -> None:
+        with failures(self._failure):
+            self._event.synchronize()
+
+
+@contextlib.contextmanager
+def failures(kind: type[Exception]) -> Iterator[None]:
+    """Errors of a device as ours: those of another library may come from a signal's handler."""
+    try:
+        yield
+    except kind as error:
+        raise DeviceFailed(f"a copy from or to the GPU failed: {type(error).__name__}: {error}") from error
+
+
+def _address(memory: Array) -> int:
+    return int(memory.__array_interface__["data"][0])

@@ -1,0 +1,90 @@
+"""Pinned: host memory through which a device's arrays travel, kept for the next ones.
+
+Pinning takes milliseconds, so blocks are reused: their sizes are powers of two, and
+one that is given back waits for the next array of its size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpdist.memory.accelerator import Accelerator
+    from mpdist.memory.elements import Array
+
+SMALLEST_BYTES = 64 * 1024
+
+# So many free blocks of a size are kept: what is sent and what is received at the same time.
+KEPT = 4
+
+
+class Pinned:
+    """Blocks of host memory for one device.
+
+    Attributes:
+        accelerator: the device.
+        has_failed: memory could not be pinned: copies block, and are slower.
+    """
+
+    def __init__(self, accelerator: Accelerator, allocate: Callable[[int], Array]) -> None:
+        """Take what gives host memory of so many bytes (uint8)."""
+        self.accelerator = accelerator
+        self.has_failed = False
+        self._allocate = allocate
+        self._free: dict[int, list[Array]] = {}
+        self._pinned: set[int] = set()
+
+    def lend(self, nbytes: int) -> Loan:
+        """Memory of at least so many bytes, until the Loan is dropped."""
+        size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
+        try:
+            block = self._free.setdefault(size, []).pop()
+        except IndexError:
+            block = self._allocate(size)
+            if self.accelerator.pin(block):
+                self._pinned.add(id(block))
+            elif not self.has_failed:
+                self.has_failed = True
+                print("mpdist: host memory cannot be pinned here: copies to and from the GPU are slow", file=sys.stderr)
+        return Loan(self, block, nbytes)
+
+    def take_back(self, block: Array) -> None:
+        """A block is not used any more; from any thread, also while memory is being collected, so without a lock."""
+        free = self._free.setdefault(block.nbytes, [])
+        if len(free) < KEPT:
+            free.append(block)
+        else:
+            self._unpin(block)
+
+    def close(self) -> None:
+        """Give all memory back; Loans that are still out keep theirs."""
+        for free in self._free.values():
+            while free:
+                self._unpin(free.pop())
+
+    def _unpin(self, block: Array) -> None:
+        if id(block) in self._pinned:
+            self._pinned.discard(id(block))
+            self.accelerator.unpin(block)
+
+
+class Loan:
+    """A block that goes back when nobody holds this any more.
+
+    Attributes:
+        bytes: as many as were asked for (uint8).
+    """
+
+    __slots__ = ("_block", "_home", "bytes")
+
+    def __init__(self, home: Pinned, block: Array, nbytes: int) -> None:
+        self._home = home
+        self._block = block
+        self.bytes: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = block[:nbytes]
+
+    def __del__(self) -> None:
+        self._home.take_back(self._block)

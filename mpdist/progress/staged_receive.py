@@ -1,0 +1,93 @@
+"""StagedReceive: a message that goes through host memory into an array on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpdist.progress.interruption import is_interruption
+from mpdist.progress.message import Message
+from mpdist.progress.unbegun import Wrapped
+
+if TYPE_CHECKING:
+    from mpdist.memory.accelerator import Mark
+    from mpdist.progress.work import Work
+
+
+class StagedReceive(Wrapped[Message]):
+    """Done when the message has come and has been copied on."""
+
+    op = "recv"
+    _copied: Mark | None = None
+
+    def __init__(self, receive: Work[Message], copy_in: Callable[[int], Mark], x: Any) -> None:
+        """Take the receive into host memory, what copies so many bytes of that to the device, and the user's array."""
+        self._channel = receive._channel
+        self._receive = receive
+        self._copy_in = copy_in
+        self._x = x
+        with self._channel.engine.lock:
+            if receive._done:
+                self._arrived(receive)
+            else:
+                receive._callbacks = [*(receive._callbacks or ()), (self._arrived, None, None)]
+
+    def _arrived(self, _: object) -> None:
+        """The message is in host memory, or never will be."""
+        engine = self._channel.engine
+        with engine.lock:
+            if self._done:
+                return
+            receive = self._receive
+            if receive._cancelled:
+                self._withdraw()
+            elif receive._error is not None:
+                self._fail(receive._seen_error())
+            else:
+                self._begin_copy(receive._result)
+        engine.flush()
+
+    def _begin_copy(self, message: Message) -> None:
+        try:
+            self._copied = self._copy_in(message.nbytes)
+        except Exception as error:
+            self._fail(self._failure(error))
+            return
+        self._channel.engine.active.append(self)
+        self._channel.engine.ensure_ticking()
+
+    def _poll(self) -> bool:
+        if self._done:
+            return True
+        if self._copied is None:
+            self._receive._poll()
+            return False
+        try:
+            if not self._copied.Test():
+                return False
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            self._fail(self._failure(error))
+            return True
+        came = self._receive._result
+        self._finish(Message(self._x, came.src, came.tag, came.count, came.nbytes, came.element))
+        return True
+
+    def _abandon(self) -> None:
+        """The message goes to the next receive."""
+        if not self._looked_at:
+            self._receive._abandon()
+            with self._channel.engine.lock:
+                if not self._done:
+                    self._withdraw()
+
+    def _expire(self, error: BaseException) -> None:
+        self._fail(error)
+        self._receive._abandon()
+
+    def cancel(self, msg: object = None) -> bool:
+        return self._receive.cancel(msg)
+
+    def details(self) -> str:
+        return self._receive.details()

@@ -1,0 +1,56 @@
+"""GPUs for tests: a simulated one everywhere, and CuPy's where there is one.
+
+Both give arrays whose values come late, in the program's own stream: whoever does
+not wait for that stream communicates what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+from memory.simulated import simulated
+
+SPIN = r"""
+extern "C" __global__ void spin(long long ticks) {
+    long long start = clock64();
+    while (clock64() - start < ticks) {}
+}
+"""
+# A few milliseconds at 1 to 2 GHz.
+SPIN_TICKS = 5_000_000
+
+
+class Gpu(Protocol):
+    def array(self, values: Any) -> Any:
+        """An array there that gets these values late."""
+
+
+class CupyGpu:
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        self._spin = cupy.RawKernel(SPIN, "spin")
+
+    def array(self, values: Any) -> Any:
+        there = self._cupy.asarray(np.asarray(values))
+        late = self._cupy.zeros_like(there)
+        self._spin((1,), (1,), (np.int64(SPIN_TICKS),))
+        late[...] = there
+        return late
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Gpu]:
+    if name == "cupy":
+        yield CupyGpu()
+        return
+    with simulated() as gpu:
+        yield gpu
+
+
+GPUS = ["simulated", pytest.param("cupy", marks=pytest.mark.gpu)]

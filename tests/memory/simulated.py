@@ -1,0 +1,179 @@
+"""A GPU that is a thread: streams, events and copies that take their time, over memory that nobody else may touch.
+
+Each stream is a queue that a thread works off, after a pause before each piece, so
+that whoever does not wait for what it must sees old values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpdist.errors import UsageError
+from mpdist.memory import Buffer, Device, accelerator
+from mpdist.memory.cuda import failures
+from mpdist.memory.elements import Array
+
+DEVICE = Device("cuda", 0)
+
+
+class DeviceArray:
+    """An array as CuPy shows it."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self.shape = values.shape
+        self.dtype = values.dtype
+
+    @property
+    def device(self) -> Any:
+        return type("Device", (), {"id": 0})
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self._values.__array_interface__["data"][0], not self._values.flags.writeable),
+            "version": 3,
+        }
+
+    def __getitem__(self, span: slice) -> DeviceArray:
+        return DeviceArray(self._values[span])
+
+    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
+        return DeviceArray(self._values.reshape(shape))
+
+    def get(self) -> Any:
+        """What is there now, whatever is still queued."""
+        return self._values.copy()
+
+
+class Stream:
+    """A queue of work, done in order by a thread of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._random = random.Random(0)
+        self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
+        threading.Thread(target=self._work, daemon=True, name="mpdist-simulated").start()
+
+    def _work(self) -> None:
+        while True:
+            piece = self._queue.get()
+            piece()
+
+    def run(self, piece: Callable[[], object]) -> None:
+        def late() -> None:
+            time.sleep(self._random.random() * self._seconds)
+            piece()
+
+        self._queue.put(late)
+
+    def mark(self) -> SimulatedMark:
+        mark = SimulatedMark()
+        self._queue.put(mark.event.set)
+        return mark
+
+    def follow(self, mark: SimulatedMark) -> None:
+        self._queue.put(mark.event.wait)
+
+
+class SimulatedMark:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.error: Exception | None = None
+
+    def Test(self) -> bool:
+        with failures(RuntimeError):
+            if self.error is not None:
+                raise self.error
+        return self.event.is_set()
+
+    def wait(self) -> None:
+        self.event.wait()
+
+
+class Simulated:
+    """The accelerator, and the stream in which a program computes."""
+
+    def __init__(self, seconds: float = 0.0005, can_pin: bool = True) -> None:
+        self.program = Stream(5 * seconds)
+        self._out, self._in = Stream(seconds), Stream(seconds)
+        self._can_pin = can_pin
+        self.pinned: set[int] = set()
+        self.is_capturing = False
+        self.fails: Exception | None = None
+        self.copies: list[tuple[str, int]] = []
+
+    def follow(self, x: Buffer) -> None:
+        if self.is_capturing:
+            raise UsageError("the array is being recorded into a CUDA graph")
+        mark = self.program.mark()
+        self._out.follow(mark)
+        self._in.follow(mark)
+
+    def copy_out(self, source: Buffer, start: int, target: Array) -> SimulatedMark:
+        return self._copy("out", self._out, _address(target), source.address + start, target.nbytes)
+
+    def copy_in(self, source: Array, target: Buffer, start: int) -> SimulatedMark:
+        return self._copy("in", self._in, target.address + start, _address(source), source.nbytes)
+
+    def _copy(self, what: str, stream: Stream, target: int, source: int, nbytes: int) -> SimulatedMark:
+        self.copies.append((what, nbytes))
+        stream.run(lambda: ctypes.memmove(target, source, nbytes))
+        mark = stream.mark()
+        mark.error = self.fails
+        return mark
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        values = np.empty(shape, dtype)
+        values.view(np.uint8).fill(0xAB)
+        return DeviceArray(values)
+
+    def pin(self, memory: Array) -> bool:
+        if self._can_pin:
+            self.pinned.add(_address(memory))
+        return self._can_pin
+
+    def unpin(self, memory: Array) -> None:
+        self.pinned.remove(_address(memory))
+
+    # what a program does with it
+
+    def array(self, values: Any) -> DeviceArray:
+        """An array that gets its values late, in the program's stream; until then it holds others."""
+        values = np.asarray(values)
+        array = self.empty(values.shape, values.dtype)
+
+        def fill() -> None:
+            array._values[...] = values
+
+        self.program.run(fill)
+        return array
+
+
+def _address(memory: Array) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+@contextmanager
+def simulated(**options: Any) -> Iterator[Simulated]:
+    """Arrays on cuda:0 are those of a simulated GPU."""
+    device = Simulated(**options)
+    before = accelerator._known.get(DEVICE)
+    accelerator._known[DEVICE] = device
+    try:
+        yield device
+    finally:
+        del accelerator._known[DEVICE]
+        if before is not None:
+            accelerator._known[DEVICE] = before

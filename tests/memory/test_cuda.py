@@ -1,0 +1,153 @@
+"""Cuda: which stream it waits for, and what it asks of CuPy; CuPy itself is a list of calls here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpdist.errors import UsageError
+from mpdist.memory import as_buffer
+from mpdist.memory.cuda import Cuda, DeviceFailed, failures
+
+OUT, IN, CURRENT = 101, 102, 77
+
+
+class Recorded:
+    """A cupy that writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.capturing: int | None = None
+        self.streams = iter((OUT, IN))
+        self.events = 0
+
+    def module(self) -> ModuleType:
+        runtime = SimpleNamespace(
+            CUDARuntimeError=RuntimeError,
+            eventRecord=lambda event, stream: self.calls.append(("record", event, stream)),
+            memcpyAsync=lambda *arguments: self.calls.append(("copy", *arguments)),
+            streamIsCapturing=lambda stream: stream == self.capturing,
+            hostRegister=self._refuse,
+            hostUnregister=self._refuse,
+        )
+        cupy = ModuleType("cupy")
+        cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+            runtime=runtime, Device=Nothing, Stream=self._stream, Event=self._event,
+            get_current_stream=lambda: SimpleNamespace(ptr=CURRENT),
+        )  # fmt: skip
+        return cupy
+
+    def _refuse(self, *_: object) -> None:
+        raise RuntimeError("not allowed")
+
+    def _stream(self, *, non_blocking: bool) -> Any:
+        assert non_blocking  # else it would wait for all of the legacy default stream
+        number = next(self.streams)
+        return SimpleNamespace(ptr=number, wait_event=lambda event: self.calls.append(("wait", number, event.ptr)))
+
+    def _event(self, **_: bool) -> Any:
+        self.events += 1
+        number = self.events
+        return SimpleNamespace(
+            ptr=number, done=True, record=lambda stream: self.calls.append(("record", number, stream.ptr))
+        )
+
+
+class Nothing:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    recorded = Recorded()
+    monkeypatch.setitem(sys.modules, "cupy", recorded.module())
+    return recorded
+
+
+class Array:
+    """Of no library that is known."""
+
+    def __init__(self, **interface: Any) -> None:
+        self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), **interface}
+
+
+class CupyArray(Array):
+    __module__ = "cupy"
+
+
+class Exporting:
+    """An array that orders itself when it is exported."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __dlpack__(self, *, stream: int) -> object:
+        self.asked.append(stream)
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("x", "producer"),
+    [
+        pytest.param(CupyArray(), CURRENT, id="cupy: the current stream"),
+        pytest.param(Array(version=3, stream=55), 55, id="a stream that is named"),
+        pytest.param(Array(version=3, stream=2), 2, id="the stream of the thread"),
+        pytest.param(Array(version=3, stream=None), 1, id="none is named"),
+        pytest.param(Array(version=2), 1, id="an interface that knows no streams"),
+    ],
+)
+def test_both_streams_wait_for_the_producers(cupy: Recorded, x: Array, producer: int) -> None:
+    Cuda(0).follow(as_buffer(x))
+    assert cupy.calls == [("record", 1, producer), ("wait", OUT, 1), ("wait", IN, 1)]
+
+
+def test_a_library_that_orders_by_export_is_asked_for_both_streams(cupy: Recorded) -> None:
+    x = Exporting()
+    buffer = as_buffer(Array())
+    buffer.owner = x
+    Cuda(0).follow(buffer)
+    assert x.asked == [OUT, IN]
+
+
+def test_an_array_of_a_graph_that_is_being_recorded_is_refused(cupy: Recorded) -> None:
+    cupy.capturing = CURRENT
+    with pytest.raises(UsageError, match="CUDA graph"):
+        Cuda(0).follow(as_buffer(CupyArray()))
+    assert not cupy.calls
+
+
+def test_copies_go_by_streams_of_their_own_and_are_marked(cupy: Recorded) -> None:
+    host = np.zeros(8, np.uint8)
+    address = host.__array_interface__["data"][0]
+    gpu, x = Cuda(0), as_buffer(Array())
+    assert gpu.copy_out(x, 4, host).Test()
+    gpu.copy_in(host, x, 8)
+    assert cupy.calls == [
+        ("copy", address, 4100, 8, 2, OUT),
+        ("record", 1, OUT),
+        ("copy", 4104, address, 8, 1, IN),
+        ("record", 2, IN),
+    ]
+
+
+def test_memory_that_cannot_be_pinned_is_told(cupy: Recorded) -> None:
+    gpu = Cuda(0)
+    assert not gpu.pin(np.zeros(8, np.uint8))
+    gpu.unpin(np.zeros(8, np.uint8))
+
+
+def test_errors_of_the_device_are_ours_and_others_are_not() -> None:
+    with pytest.raises(DeviceFailed, match="RuntimeError: gone"), failures(RuntimeError):
+        raise RuntimeError("gone")
+    with pytest.raises(KeyError), failures(RuntimeError):
+        raise KeyError
