@@ -8,7 +8,7 @@ from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from mpdist.comm.staging import staged
+from mpdist.comm.staged_calls import staged
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, as_buffer
 
@@ -27,7 +27,7 @@ def host_buffer(x: object, *, writable: bool = False) -> Buffer:
     """as_buffer for memory that MPI can reach.
 
     Raises:
-        OnDevice: it is not; whoever takes such arrays goes another way, see staging.py.
+        OnDevice: it is not; whoever takes such arrays goes another way, see staged_calls.py.
     """
     buffer = as_buffer(x, writable=writable)
     if buffer.device is not HOST:

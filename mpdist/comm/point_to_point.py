@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from numpy import ndarray
 
 from mpdist.comm.operation import Operations, operation
-from mpdist.comm.staging import receive_on_device, send_from_device
+from mpdist.comm.staged_messages import receive_on_device, send_from_device
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap

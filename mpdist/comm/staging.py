@@ -10,36 +10,24 @@ goes back.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from types import MethodType
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpdist.comm.mirror import Mirror, View
-from mpdist.errors import UnsupportedBuffer, UsageError
+from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Device, ReduceOp, as_buffer, is_same, overlap
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.cuda import DeviceFailed
 from mpdist.memory.pinned import Pinned
-from mpdist.progress.collective import Collective, one_call
-from mpdist.progress.outbox import Outbox
-from mpdist.progress.receive import Receive
-from mpdist.progress.sending import send
-from mpdist.progress.staged_receive import StagedReceive
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
-    from mpdist.progress.channel import Channel
-    from mpdist.progress.collective import Program, Steps, Words
+    from mpdist.progress.collective import Program, Steps
     from mpdist.progress.engine import Engine
-    from mpdist.progress.message import Message
-    from mpdist.progress.work import Work
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
 
 # An array of more than twice this travels in chunks of this size: large enough that a chunk's copy takes much longer
 # than queueing it, small enough that the first and the last, which nothing hides, cost little.
@@ -120,11 +108,11 @@ class Staging:
         result = None
         try:
             for span, marks in zip(spans, outward, strict=True):
-                yield from marks
+                yield from _copied(marks)
                 chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
                 result = yield from program(transport, *chunk)
                 inward += self.copy_in(*span)
-            yield from inward
+            yield from _copied(inward)
         finally:
             self.forget()
         return original_of(result)
@@ -150,82 +138,27 @@ class Staging:
             yield start, min(start + width, count)
 
 
-def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a method of a communicator, some of whose arrays are on a device.
-
-    Raises:
-        UnsupportedBuffer: they are not all on one device.
-        UsageError: what the method raises, and where the arrays overlap.
-    """
-    bound = _signature(method).bind(operations, *args, **kwargs)
-    given = bound.arguments
-    name, x, out = method.__name__.lstrip("_"), given["x"], given.get("out")
-    is_root = operations.rank in (given.get("src"), given.get("dst"))
-    reads = is_root or name not in ("broadcast", "scatter")
-    writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
-    taken = _listed(x) if reads or writes else []
-    staging = Staging(operations._channel.engine, _device_of([*taken, *_listed(out)]))
-    if taken:
-        given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
-    if out is not None:
-        given["out"] = staging.mirrored(out, is_result=True)
-    if isinstance(x, list | tuple):  # blocks of their own sizes are packed before anything is posted
-        for mark in staging.copy_out():
-            mark.wait()
-        staging.sources.clear()
-    view = copy.copy(operations)
-    view.__class__ = _view_of(operations.__class__)
-    view._channel = StagedChannel(operations, staging)
-    return method(view, *bound.args[1:], **bound.kwargs)
+def _copied(marks: Sequence[Mark]) -> Steps[None]:
+    """Done when the copies are; a failure is raised here, where the program sees it, and not by the request."""
+    for mark in marks:
+        copy = _Copy(mark)
+        yield copy
+        if copy.error is not None:
+            raise copy.error
 
 
-_signature = cache(inspect.signature)
+class _Copy:
+    error: DeviceFailed | None = None
 
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
 
-@cache
-def _view_of(kind: Any) -> Any:
-    """The same class for something that nobody has to close."""
-    return type(kind.__name__, (kind,), {"__del__": lambda self: None})
-
-
-class StagedChannel:
-    """A channel as the methods of a communicator see it: what they post is staged."""
-
-    def __init__(self, operations: Any, staging: Staging) -> None:
-        object.__setattr__(self, "_operations", operations)
-        object.__setattr__(self, "_staging", staging)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._operations._channel, name)
-
-    def post(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Collective[Any]:
-        real: Channel = self._operations._channel
-        kept = [self._without_staging(argument) for argument in arguments]
-        return real.post(op, partial(_program, self._staging, real, op, program, kept), details)
-
-    def post_direct(
-        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, caller: int = 0
-    ) -> Collective[Any]:
-        describe, *rest = words
-        return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
-
-    def _without_staging(self, argument: Any) -> Any:
-        """Programs go on after the call, on the channel itself."""
-        if argument is self:
-            return self._operations._channel
-        if inspect.ismethod(argument) and getattr(argument.__self__, "_channel", None) is self:
-            return MethodType(argument.__func__, self._operations)
-        return argument
-
-
-def _program(
-    staging: Staging, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
-) -> Steps[Any]:
-    try:
-        return (yield from staging.run(op, program, arguments, transport))
-    except DeviceFailed:
-        channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
-        raise
+    def Test(self) -> bool:
+        try:
+            return self._mark.Test()
+        except DeviceFailed as error:
+            self.error = error
+            return True
 
 
 def pinned_of(engine: Engine, device: Device) -> Pinned:
@@ -272,51 +205,3 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(argument)
         else:
             yield argument
-
-
-def _listed(arrays: Any) -> list[Any]:
-    if arrays is None:
-        return []
-    return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
-
-
-def _device_of(arrays: Sequence[Any]) -> Device:
-    """Where all are.
-
-    Raises:
-        UnsupportedBuffer: on several devices.
-    """
-    devices = list(dict.fromkeys(as_buffer(array).device for array in arrays))
-    if len(devices) > 1:
-        raise UnsupportedBuffer(
-            f"got arrays on {' and '.join(map(str, devices))}; all arrays of an operation must be on the same device"
-        )
-    return devices[0]
-
-
-def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None]:
-    """Post a message of an array on a device; the other arguments are checked."""
-    if channel.broken:
-        channel.refuse_call()
-    staging = Staging(channel.engine, x.device)
-    mirror = staging.mirror(x, is_source=True)
-    for mark in staging.copy_out():
-        if dst == channel.rank:  # a message to this rank is complete at once
-            mark.wait()
-        else:
-            channel.outbox = channel.outbox or Outbox(channel)
-            channel.outbox.hold(mark)
-    staging.forget()
-    return send(channel, mirror, dst, tag)
-
-
-def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
-    """Receive a message into an array on a device; the arguments are checked."""
-    staging = Staging(channel.engine, x.device)
-    mirror = staging.mirror(x)
-    octets: Any = mirror.exporter
-
-    def copy_in(nbytes: int) -> Mark:
-        return staging.accelerator.copy_in(octets[:nbytes], x, 0)
-
-    return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)

@@ -1,0 +1,123 @@
+"""Staged calls: a method of a communicator, run on Mirrors in the place of arrays on a device.
+
+The method itself checks and posts as ever, on a view of its communicator; what it
+posts is wrapped, so that the copies are steps of the collective's own program.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cache, partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from mpdist.comm.staging import Staging
+from mpdist.errors import UnsupportedBuffer
+from mpdist.memory import Device, as_buffer
+from mpdist.memory.cuda import DeviceFailed
+from mpdist.progress.collective import Collective, one_call
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.collective import Program, Steps, Words
+    from mpdist.transport.mpi import Request, Transport
+
+
+def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of a communicator, some of whose arrays are on a device.
+
+    Raises:
+        UnsupportedBuffer: they are not all on one device.
+        UsageError: what the method raises, and where the arrays overlap.
+    """
+    bound = _signature(method).bind(operations, *args, **kwargs)
+    given = bound.arguments
+    name, x, out = method.__name__.lstrip("_"), given["x"], given.get("out")
+    is_root = operations.rank in (given.get("src"), given.get("dst"))
+    reads = is_root or name not in ("broadcast", "scatter")
+    writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
+    taken = _listed(x) if reads or writes else []
+    staging = Staging(operations._channel.engine, _device_of([*taken, *_listed(out)]))
+    if taken:
+        given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
+    if out is not None:
+        given["out"] = staging.mirrored(out, is_result=True)
+    if isinstance(x, list | tuple):  # blocks of their own sizes are packed before anything is posted
+        for mark in staging.copy_out():
+            mark.wait()
+        staging.sources.clear()
+    view = copy(operations)
+    view.__class__ = _view_of(operations.__class__)
+    view._channel = StagedChannel(operations, staging)
+    return method(view, *bound.args[1:], **bound.kwargs)
+
+
+_signature = cache(inspect.signature)
+
+
+@cache
+def _view_of(kind: Any) -> Any:
+    """The same class for something that nobody has to close."""
+    return type(kind.__name__, (kind,), {"__del__": lambda self: None})
+
+
+class StagedChannel:
+    """A channel as the methods of a communicator see it: what they post is staged."""
+
+    def __init__(self, operations: Any, staging: Staging) -> None:
+        object.__setattr__(self, "_operations", operations)
+        object.__setattr__(self, "_staging", staging)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operations._channel, name)
+
+    def post(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Collective[Any]:
+        real: Channel = self._operations._channel
+        kept = [self._without_staging(argument) for argument in arguments]
+        return real.post(op, partial(_program, self._staging, real, op, program, kept), details)
+
+    def post_direct(
+        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, caller: int = 0
+    ) -> Collective[Any]:
+        describe, *rest = words
+        return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+
+    def _without_staging(self, argument: Any) -> Any:
+        """Programs go on after the call, on the channel itself."""
+        if argument is self:
+            return self._operations._channel
+        if inspect.ismethod(argument) and getattr(argument.__self__, "_channel", None) is self:
+            return MethodType(argument.__func__, self._operations)
+        return argument
+
+
+def _program(
+    staging: Staging, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
+) -> Steps[Any]:
+    try:
+        return (yield from staging.run(op, program, arguments, transport))
+    except DeviceFailed:
+        channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
+        raise
+
+
+def _listed(arrays: Any) -> list[Any]:
+    if arrays is None:
+        return []
+    return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+
+
+def _device_of(arrays: Sequence[Any]) -> Device:
+    """Where all are.
+
+    Raises:
+        UnsupportedBuffer: on several devices.
+    """
+    devices = list(dict.fromkeys(as_buffer(array).device for array in arrays))
+    if len(devices) > 1:
+        raise UnsupportedBuffer(
+            f"got arrays on {' and '.join(map(str, devices))}; all arrays of an operation must be on the same device"
+        )
+    return devices[0]

@@ -1,0 +1,46 @@
+"""Staged messages: from and to arrays on a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpdist.comm.staging import Staging
+from mpdist.progress.outbox import Outbox
+from mpdist.progress.receive import Receive
+from mpdist.progress.sending import send
+from mpdist.progress.staged_receive import StagedReceive
+
+if TYPE_CHECKING:
+    from mpdist.memory import Buffer
+    from mpdist.memory.accelerator import Mark
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.message import Message
+    from mpdist.progress.work import Work
+
+
+def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None]:
+    """Post a message of an array on a device; the other arguments are checked."""
+    if channel.broken:
+        channel.refuse_call()
+    staging = Staging(channel.engine, x.device)
+    mirror = staging.mirror(x, is_source=True)
+    for mark in staging.copy_out():
+        if dst == channel.rank:  # a message to this rank is complete at once
+            mark.wait()
+        else:
+            channel.outbox = channel.outbox or Outbox(channel)
+            channel.outbox.hold(mark)
+    staging.forget()
+    return send(channel, mirror, dst, tag)
+
+
+def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
+    """Receive a message into an array on a device; the arguments are checked."""
+    staging = Staging(channel.engine, x.device)
+    mirror = staging.mirror(x)
+    octets: Any = mirror.exporter
+
+    def copy_in(nbytes: int) -> Mark:
+        return staging.accelerator.copy_in(octets[:nbytes], x, 0)
+
+    return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)
