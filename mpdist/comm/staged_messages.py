@@ -24,14 +24,20 @@ def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[No
         channel.refuse_call()
     staging = Staging(channel.engine, x.device)
     mirror = staging.mirror(x, is_source=True)
-    for mark in staging.copy_out():
-        if dst == channel.rank:  # a message to this rank is complete at once
-            mark.wait()
-        else:
-            channel.outbox = channel.outbox or Outbox(channel)
-            channel.outbox.hold(mark)
+    marks = staging.copy_out()
     staging.forget()
-    return send(channel, mirror, dst, tag)
+    try:
+        for mark in marks:
+            if dst == channel.rank:  # a message to this rank is complete at once
+                mark.wait()
+            else:
+                channel.outbox = channel.outbox or Outbox(channel)
+                channel.outbox.hold(mark)
+        return send(channel, mirror, dst, tag)
+    except BaseException:
+        for mark in marks:  # the copy still writes
+            mark.wait()
+        raise
 
 
 def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +114,11 @@ class Staging:
                 result = yield from program(transport, *chunk)
                 inward += self.copy_in(*span)
             yield from _copied(inward)
+        except BaseException:
+            for mark in [*(mark for marks in outward for mark in marks), *inward]:  # copies still read and write
+                with suppress(DeviceFailed):
+                    mark.wait()
+            raise
         finally:
             self.forget()
         return original_of(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpdist.progress.interruption import is_interruption
+from mpdist.memory.cuda import DeviceFailed
 from mpdist.progress.message import Message
 from mpdist.progress.unbegun import Wrapped
 
@@ -48,30 +48,26 @@ class StagedReceive(Wrapped[Message]):
         engine.flush()
 
     def _begin_copy(self, message: Message) -> None:
-        try:
-            self._copied = self._copy_in(message.nbytes)
-        except Exception as error:
-            self._fail(self._failure(error))
-            return
+        self._copied = self._copy_in(message.nbytes)
         self._channel.engine.active.append(self)
         self._channel.engine.ensure_ticking()
 
     def _poll(self) -> bool:
-        if self._done:
-            return True
-        if self._copied is None:
-            self._receive._poll()
-            return False
+        copied = self._copied
+        if copied is None:
+            if not self._done:
+                self._receive._poll()
+            return self._done
         try:
-            if not self._copied.Test():
-                return False
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            self._fail(self._failure(error))
+            if not copied.Test():
+                return False  # also when nobody waits any more: the copy still writes
+        except DeviceFailed as error:
+            if not self._done:
+                self._fail(error)
             return True
-        came = self._receive._result
-        self._finish(Message(self._x, came.src, came.tag, came.count, came.nbytes, came.element))
+        if not self._done:
+            came = self._receive._result
+            self._finish(Message(self._x, came.src, came.tag, came.count, came.nbytes, came.element))
         return True
 
     def _abandon(self) -> None:

@@ -262,6 +262,14 @@ async def test_what_is_being_recorded_is_refused(comm: Comm, fake: Simulated) ->
     await comm.all_reduce(x)
 
 
+async def test_memory_on_a_device(comm: Comm, gpu: Gpu) -> None:
+    x = comm.empty((2, 3), np.float64, device="cuda")
+    assert (x.shape, x.dtype) == ((2, 3), np.float64)
+    await comm.broadcast(x, 0)
+    with pytest.raises(mpdist.UsageError, match="device is 'gpu'; it must be 'cpu', 'cuda' or 'cuda:1'"):
+        comm.empty(3, device="gpu")
+
+
 async def test_host_memory_is_pinned_once_and_used_again(comm: Comm, fake: Simulated) -> None:
     x = fake.array(np.ones(1000))
     for _ in range(20):

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+from memory.simulated import DeviceArray, Simulated
 from random_programs.programs import (
     COLLECTIVES,
     GROUPS,
@@ -35,11 +36,15 @@ Check = Callable[[Any], None]
 class Execution:
     """One rank's run."""
 
-    def __init__(self, comm: Communicator, steps: list[Step], chance: random.Random) -> None:
+    def __init__(
+        self, comm: Communicator, steps: list[Step], chance: random.Random, gpu: Simulated | None = None
+    ) -> None:
+        """Take a GPU on which some arrays are to be."""
         self._comms: list[Communicator] = [comm]
         self._me = comm.rank
         self._steps = steps
         self._chance = chance
+        self._gpu = gpu
         self._pending: list[tuple[Step, Awaitable[Any], Check]] = []
         self._at_the_end: list[Callable[[], None]] = []
         self._unmet: list[mpdist.Work[Any]] = []
@@ -122,12 +127,16 @@ class Execution:
         if self._me == step.src:
             self._send(step, comm, part.index(step.dst))
 
+    def _there(self, array: np.ndarray[Any, Any]) -> Any:
+        """The array, perhaps on the GPU."""
+        return array if self._gpu is None or self._chance.random() < 0.5 else self._gpu.array(array)
+
     def _send(self, step: Step, comm: Communicator, dst: int) -> None:
         work: mpdist.Work[None]
         if step.kind == "object":
             work = comm.send_object(item(step, step.src), dst, step.tag)
         else:
-            work = comm.send(values(step, step.src, step.size), dst, step.tag)
+            work = comm.send(self._there(values(step, step.src, step.size)), dst, step.tag)
         if step.kind == "late":  # its receive may be posted at the very end
             self._at_the_end.append(lambda: self._expect(step, work, check_none))
         else:
@@ -147,9 +156,10 @@ class Execution:
                 case "probe":
                     work = probe_and_receive(comm, src, step.tag)
                 case "interrupted":
-                    work = receive_with_interruptions(comm, src, step, self._chance)
+                    work = receive_with_interruptions(comm, src, step, self._chance, self._there)
                 case _:
-                    room = np.full(step.size + step.number % 3, 9, step.dtype) if step.is_into else None
+                    full = np.full(step.size + step.number % 3, 9, step.dtype)
+                    room = self._there(full) if step.is_into else None
                     work = comm.recv(room, src, step.tag)
             self._expect(step, work, check)
 
@@ -163,7 +173,7 @@ class Execution:
         part = step.part_of(self._me)
         assert part is not None
         root = step.root % comm.size
-        self._expect(step, comm.send(values(step, self._me, step.size), root, step.tag), check_none)
+        self._expect(step, comm.send(self._there(values(step, self._me, step.size)), root, step.tag), check_none)
         if comm.rank != root:
             return
 
@@ -178,8 +188,8 @@ class Execution:
         part = step.part_of(self._me)
         assert part is not None
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        room = np.full(step.size, 9, step.dtype) if step.is_into else None
-        work = comm.sendrecv(values(step, self._me, step.size), after, room, before, step.tag)
+        room = self._there(np.full(step.size, 9, step.dtype)) if step.is_into else None
+        work = comm.sendrecv(self._there(values(step, self._me, step.size)), after, room, before, step.tag)
         self._expect(step, work, lambda message: check_equal(message.data, values(step, part[before], step.size), step))
 
     def _cancel_some(self) -> None:
@@ -196,20 +206,25 @@ class Execution:
         me, size, root = self._me, comm.size, step.root % comm.size
         at_root = comm.rank == root
 
-        def placed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        is_there = self._gpu is not None and self._chance.random() < 0.5
+
+        def placed(array: np.ndarray[Any, Any]) -> Any:
             """The array, where this step has it."""
+            if is_there and self._gpu is not None:
+                return self._gpu.array(array)
             if not step.is_resident >> me & 1:
                 return array
             resident = comm.empty(array.shape, array.dtype)
             resident[...] = array
             return resident
 
-        x = placed(values(step, me, step.size))
+        given = values(step, me, step.size)
+        x = placed(given)
         wide = placed(values(step, me, step.size * size))
-        into = placed(np.empty_like(x)) if step.is_into else None
+        into = placed(np.empty_like(given)) if step.is_into else None
 
-        def uneven(dst: int) -> np.ndarray[Any, Any]:
-            return values(step, me, block_size(step, me, dst), dst)
+        def uneven(dst: int) -> Any:
+            return placed(values(step, me, block_size(step, me, dst), dst))
 
         match step.kind:
             case "barrier":
@@ -221,11 +236,11 @@ class Execution:
             case "deterministic":
                 return comm.all_reduce(x, out=into, deterministic=True)
             case "avg":
-                return comm.all_reduce(x.real.astype(np.float64), "avg")
+                return comm.all_reduce(placed(given.real.astype(np.float64)), "avg")
             case "function":
                 return comm.all_reduce(x, fold)
             case "reduce":
-                return comm.reduce(x.real.copy(), root, "max")
+                return comm.reduce(placed(given.real.copy()), root, "max")
             case "scan":
                 return comm.scan(x)
             case "exscan":
@@ -272,13 +287,13 @@ def probe_and_receive(comm: Communicator, src: int, tag: int) -> Awaitable[mpdis
 
 
 def receive_with_interruptions(
-    comm: Communicator, src: int, step: Step, chance: random.Random
+    comm: Communicator, src: int, step: Step, chance: random.Random, there: Callable[[Any], Any]
 ) -> Awaitable[mpdist.Message]:
     """A receive that is cancelled now and then, and posted anew."""
 
     async def receive() -> mpdist.Message:
         for patience in range(chance.randrange(4)):
-            room = np.full(step.size, 9, step.dtype) if step.is_into else None
+            room = there(np.full(step.size, 9, step.dtype)) if step.is_into else None
             task = asyncio.ensure_future(comm.recv(room, src, step.tag))
             for _ in range(patience + 1):
                 await asyncio.sleep(0)
@@ -293,9 +308,15 @@ def receive_with_interruptions(
 
 def check_equal(got: Any, wanted: Any, step: Step) -> None:
     """Raise unless equal; an array may have other axes than the reference."""
+    got = [at_home(each) for each in got] if isinstance(got, list) else at_home(got)
     if isinstance(got, np.ndarray) and wanted is not None:
         got, wanted = got.reshape(-1), np.asarray(wanted).reshape(-1)
     np.testing.assert_equal(got, wanted, err_msg=f"in {step}")
+
+
+def at_home(x: Any) -> Any:
+    """What an array of the GPU holds now."""
+    return x.get() if isinstance(x, DeviceArray) else x
 
 
 def check_none(result: object) -> None:

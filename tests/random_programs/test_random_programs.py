@@ -9,10 +9,12 @@ import os
 import random
 
 import pytest
+from memory.simulated import Simulated, simulated
 from random_programs.execution import Execution
 from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
 from mpdist import Communicator
+from mpdist.comm import staging
 from mpdist.progress import sending, wire
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
@@ -42,11 +44,26 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.limit(20 + 5 * SEEDS)
 @pytest.mark.usefixtures("_pieces")
 async def test_random_programs_agree_with_the_reference(comm: Communicator) -> None:
-    for seed in seeds():
+    await run_all(comm, seeds())
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.limit(20 + 10 * SEEDS)
+@pytest.mark.usefixtures("_pieces")
+async def test_the_same_with_some_arrays_on_a_gpu(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 30)  # ranks that have theirs on the host know of no chunks
+    comm._channel.engine.staging.clear()
+    with simulated(seconds=0.0001) as gpu:
+        await run_all(comm, seeds()[::2], gpu)
+    comm._channel.engine.staging.clear()
+
+
+async def run_all(comm: Communicator, seeds: list[int], gpu: Simulated | None = None) -> None:
+    for seed in seeds:
         steps = program(seed, comm.size, LENGTH)
         chance = random.Random(f"{seed} {comm.rank} waiting")
         try:
-            await Execution(comm, steps, chance).run()
+            await Execution(comm, steps, chance, gpu).run()
         except BaseException:
             print(f"MPDIST_TEST_SEED={seed} on {comm.size} ranks fails")
             raise
