@@ -67,8 +67,8 @@ class StagedChannel:
     """A channel as the methods of a communicator see it: what they post is staged."""
 
     def __init__(self, operations: Any, staging: Staging) -> None:
-        object.__setattr__(self, "_operations", operations)
-        object.__setattr__(self, "_staging", staging)
+        self._operations = operations
+        self._staging = staging
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._operations._channel, name)

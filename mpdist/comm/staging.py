@@ -112,7 +112,8 @@ class Staging:
                 yield from _copied(marks)
                 chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
                 result = yield from program(transport, *chunk)
-                inward += self.copy_in(*span)
+                if result is not None:  # None where this rank gets nothing
+                    inward += self.copy_in(*span)
             yield from _copied(inward)
         except BaseException:
             for mark in [*(mark for marks in outward for mark in marks), *inward]:  # copies still read and write

@@ -117,6 +117,18 @@ async def test_operations_without_a_root(comm: Comm, gpu: Gpu, count: int) -> No
     check(out, sum(rows)[block])
 
 
+async def test_a_rank_that_gets_nothing_keeps_its_out(comm: Comm, gpu: Gpu) -> None:
+    x = gpu.array(np.full(4, comm.rank + 1))
+    total, rows, before = (gpu.array(np.full(shape, -1)) for shape in ((4,), (comm.size, 4), (4,)))
+    await comm.reduce(x, 0, out=total)
+    await comm.gather(x, 0, out=rows)
+    await comm.exscan(x, out=before)
+    every = np.arange(1, comm.size + 1)
+    check(total, np.full(4, -1 if comm.rank else every.sum()))
+    check(rows, np.full((comm.size, 4), -1) if comm.rank else np.repeat(every[:, None], 4, axis=1))
+    check(before, np.full(4, every[: comm.rank].sum() if comm.rank else -1))
+
+
 async def test_uneven_blocks(comm: Comm, gpu: Gpu) -> None:
     mine = np.full(comm.rank + 1, comm.rank, np.float32)
     gathered = await comm.all_gather([gpu.array(mine)])
