@@ -223,7 +223,8 @@ def started(command: list[str], options: argparse.Namespace, side: str) -> list[
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results"
         words = ["--rounds", str(options.rounds), "--models", options.models, "--json", str(path)]
-        environ = {**os.environ, "MPDIST_BENCH_SIDE": side, "OMP_NUM_THREADS": "1"}
+        programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # mpiexec's, too
+        environ = {**os.environ, "PATH": programs, "MPDIST_BENCH_SIDE": side, "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, *words], check=True, env=environ)
         return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 # So many slices of a rail are under way: with 256 KiB each, 4 MiB, more than a link of 200 Gbit/s holds in 100 us.
 WINDOW = 16
 
+# So many slices come back while the next are waited for. Where they cross in two steps the second is posted when the
+# first is done, and not waited for at once: else those of the last window would go one by one over an idle link.
+RETURNING = 8
+
 # Rounds at the end in which nothing is shown: the next collective may write a result slot when all have ended.
 _QUIET_ROUNDS = 2
 
@@ -44,8 +48,9 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
     is_staging = task.x_place == PRIVATE
     if not is_staging:
         team.tell(STAGED, last)
-    slices: deque[Slice] = deque()
-    for step in range(task.rounds + WINDOW):
+    going: deque[Slice] = deque()
+    returning: deque[Slice] = deque()
+    for step in range(task.rounds + WINDOW + RETURNING):
         if step < task.rounds:
             number = before + step + 1
             if is_staging:
@@ -57,12 +62,14 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
                 yield team.all_at(STAGED, number)
             if step == 0:
                 task.look_up()
-            slices.append(Slice(cluster, task.reduce_part(step, number), how))
+            going.append(Slice(cluster, task.reduce_part(step, number), how))
             team.tell(CONSUMED, number)
-        if step >= WINDOW:
-            place = step - WINDOW
-            result = yield from slices.popleft().result()
-            yield from _hand_out(task, place, before, result)
+        if WINDOW <= step < task.rounds + WINDOW:
+            returning.append(going.popleft())
+            yield from returning[-1].turn_back()
+        if step >= WINDOW + RETURNING:
+            result = yield from returning.popleft().result()
+            yield from _hand_out(task, step - WINDOW - RETURNING, before, result)
         if turn.is_over:
             yield turn
     team.note(STAGED, last)
@@ -104,13 +111,19 @@ class Slice:
         else:
             self._request = rail.iall_reduce(None, as_buffer(part), how.mpi_op)
 
+    def turn_back(self) -> Steps[None]:
+        """Post the way back of a slice that crosses in two steps, when it has come."""
+        second = self._cluster.second
+        if self._crossing is not None and second is not None:
+            yield from self._crossing.turn_back(second)
+
     def result(self) -> Steps[Array]:
         """What all nodes have together, in the element's type."""
-        how, second = self._how, self._cluster.second
-        if second is None:
+        how = self._how
+        if self._cluster.second is None:
             return np.empty(0, how.element.storage)
         if self._crossing is not None:
-            return (yield from self._crossing.gathered(second))
+            return (yield from self._crossing.gathered())
         yield self._request
         if how.op.name == "avg":
             how.folder.fold([self._part], [self._part])
@@ -144,11 +157,15 @@ class Crossing:
         op = as_op("sum") if how.op.factor is not None else how.op  # factors have been applied
         Folder(op, how.element, how.size).fold(list(self._rows), [out])
 
-    def gathered(self, rail: Transport) -> Steps[Array]:
-        """All rows of the result."""
+    def turn_back(self, rail: Transport) -> Steps[None]:
+        """Reduce this node's row when all are here, and post it to the others."""
         yield self.request
-        mine = np.empty(self._width, self._how.element.storage)
-        self.fold_into(mine)
-        whole = np.empty((rail.size, self._width), self._how.element.storage)
-        yield rail.iall_gather(as_buffer(mine), as_buffer(whole))
-        return whole.reshape(-1)[: self._count]
+        self._row = np.empty(self._width, self._how.element.storage)
+        self.fold_into(self._row)
+        self._whole = np.empty((rail.size, self._width), self._how.element.storage)
+        self._back = rail.iall_gather(as_buffer(self._row), as_buffer(self._whole))
+
+    def gathered(self) -> Steps[Array]:
+        """All rows of the result, which has turned back."""
+        yield self._back
+        return self._whole.reshape(-1)[: self._count]
