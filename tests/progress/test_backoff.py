@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpdist.progress.backoff import TURN_BYTES, TURN_CREDIT, Backoff, message_credit, policy
+from mpdist.progress.backoff import (
+    REQUEST_CAP_SECONDS,
+    REQUEST_HOT_SECONDS,
+    REQUEST_SECONDS,
+    TURN_BYTES,
+    TURN_CREDIT,
+    Backoff,
+    message_credit,
+    policy,
+)
 
 SECONDS = st.floats(0, 100)
 
@@ -29,6 +38,16 @@ def test_a_sleep_adds_no_more_than_its_fraction_to_a_wait(idle: float) -> None:
 def test_who_waited_longer_sleeps_at_least_as_long(a: float, b: float) -> None:
     backoff = Backoff()
     assert backoff.delay(min(a, b)) <= backoff.delay(max(a, b))
+
+
+@given(SECONDS)
+def test_nobody_sleeps_while_a_request_may_be_moving_data_and_then_shortly(idle: float) -> None:
+    delay = Backoff().delay(idle, has_requests=True)
+    assert (delay == 0) == (idle < REQUEST_HOT_SECONDS)
+    if idle < REQUEST_SECONDS:
+        assert delay <= REQUEST_CAP_SECONDS
+    else:
+        assert delay == Backoff().delay(idle)
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(1, 1), (2, 2), (4, 8)])
