@@ -65,12 +65,13 @@ class Mirror(Buffer):
     def part(self, start: int, end: int) -> Mirror:
         """The elements from `start` to `end`; as a result it stands for the whole."""
         unit = self.element.itemsize
-        octets = self._octets[start * unit : end * unit]
+        octets = self.octets[start * unit : end * unit]
         shape = (end - start,)
         return Mirror(self._staging, self.original, self.element, shape, octets, self.readonly, self.whole)
 
     @property
-    def _octets(self) -> Any:
+    def octets(self) -> Any:
+        """The host memory (uint8)."""
         return self.exporter
 
     # What results are made of, as NumPy and torch have it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpdist.comm.staging import Staging
 from mpdist.progress.outbox import Outbox
@@ -44,9 +44,8 @@ def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[M
     """Receive a message into an array on a device; the arguments are checked."""
     staging = Staging(channel.engine, x.device)
     mirror = staging.mirror(x)
-    octets: Any = mirror.exporter
 
     def copy_in(nbytes: int) -> Mark:
-        return staging.accelerator.copy_in(octets[:nbytes], x, 0)
+        return staging.accelerator.copy_in(mirror.octets[:nbytes], x, 0)
 
     return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)

@@ -81,25 +81,21 @@ class Staging:
                 raise UsageError("x and out overlap in memory; give out memory of its own")
         return self.mirror(buffer, is_source=is_source, is_result=is_result)
 
-    def copy_out(self, start: int = 0, end: int | None = None) -> list[Mark]:
+    def copy_out(self, start: int = 0, end: int = sys.maxsize) -> list[Mark]:
         """Queue copies of these elements of all sources to the host."""
-        marks = []
-        for mirror in self.sources:
-            low, high = _bytes(mirror, start, end)
-            if high > low:
-                octets: Any = mirror.exporter
-                marks.append(self.accelerator.copy_out(as_buffer(mirror.original), low, octets[low:high]))
-        return marks
+        copy = self.accelerator.copy_out
+        return [
+            copy(as_buffer(mirror.original), low, mirror.octets[low:high])
+            for mirror, low, high in _parts(self.sources, start, end)
+        ]
 
-    def copy_in(self, start: int = 0, end: int | None = None) -> list[Mark]:
+    def copy_in(self, start: int = 0, end: int = sys.maxsize) -> list[Mark]:
         """Queue copies of these elements of all results to the device."""
-        marks = []
-        for mirror in self.results:
-            low, high = _bytes(mirror, start, end)
-            if high > low:
-                octets: Any = mirror.exporter
-                marks.append(self.accelerator.copy_in(octets[low:high], as_buffer(mirror.original), low))
-        return marks
+        copy = self.accelerator.copy_in
+        return [
+            copy(mirror.octets[low:high], as_buffer(mirror.original), low)
+            for mirror, low, high in _parts(self.results, start, end)
+        ]
 
     def run(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:
         """The program on Mirrors, between the copies; its result is the array on the device."""
@@ -194,9 +190,13 @@ def original_of(result: Any) -> Any:
     return result
 
 
-def _bytes(mirror: Mirror, start: int, end: int | None) -> tuple[int, int]:
-    unit = mirror.element.itemsize
-    return start * unit, mirror.nbytes if end is None else min(end * unit, mirror.nbytes)
+def _parts(mirrors: Sequence[Mirror], start: int, end: int) -> Iterator[tuple[Mirror, int, int]]:
+    """From and to which byte of each these elements are; those that have none of them are left out."""
+    for mirror in mirrors:
+        unit = mirror.element.itemsize
+        low, high = start * unit, min(end * unit, mirror.nbytes)
+        if high > low:
+            yield mirror, low, high
 
 
 def _part_of(argument: Any, start: int, end: int) -> Any:

@@ -274,6 +274,21 @@ async def test_what_is_being_recorded_is_refused(comm: Comm, fake: Simulated) ->
     await comm.all_reduce(x)
 
 
+async def test_a_probed_message_is_not_received_on_a_device(comm: Comm, fake: Simulated) -> None:
+    dst, src = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = comm.send(np.arange(3), dst)
+    message = await comm.probe(src)
+    with pytest.raises(mpdist.UsageError, match="an array on cuda:0; receive it without x"):
+        message.recv(fake.array(np.zeros(3, int)))
+    np.testing.assert_array_equal((await message.recv()).data, np.arange(3))
+    await sent
+
+
+async def test_an_averager_refuses_arrays_of_a_device(comm: Comm, fake: Simulated) -> None:
+    with pytest.raises(mpdist.UsageError, match="array 1: got an array on cuda:0; needed host memory"):
+        mpdist.GradientAverager(comm, [np.ones(2), fake.array(np.ones(2))])
+
+
 async def test_memory_on_a_device(comm: Comm, gpu: Gpu) -> None:
     x = comm.empty((2, 3), np.float64, device="cuda")
     assert (x.shape, x.dtype) == ((2, 3), np.float64)
