@@ -19,6 +19,7 @@ import numpy as np
 
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
+from mpdist.algorithms.shared.pair import Pair
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, SLOT_BYTES, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import Folder
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 # Slices begin at multiples of so many elements: no two members write into one line of a cache.
 _STEP = 64
 
-X_AT, OUT_AT, FACTOR = 0, 1, 2
+X_AT, OUT_AT, FACTOR = 0, 1, 2  # a factor is two words
+PACE = FACTOR + 2
 
 
 def cuts(count: int, parts: int, members: int) -> list[int]:
@@ -49,6 +51,8 @@ class Reducing:
     Attributes:
         receivers: the members that get the result.
         parts: so many members reduce a slice.
+        is_all_private: no member has an array that others can reach; known after `look_up`, as is
+        folder: what reduces.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Reducing:
         self.out_place = PRIVATE if out is None else team.place_of(out)
         self.name = "reduce" if len(receivers) == 1 else "all_reduce"
         self.slots, self.results = team.slots(x.element)
-        self.is_pair = team.size == 2 and len(receivers) == 2
+        self.is_all_private = False
         self._inputs: list[Memory | None] = []
         self._outputs: list[Memory | None] = []
 
@@ -88,9 +92,6 @@ class Reducing:
         """Show the slices of the others."""
         start, end = self.span(place)
         slot = self.slots[number % 2][self.team.rank]
-        if self.is_pair:
-            np.copyto(slot[: end - start], self.x[start:end])
-            return
         at = cuts(end - start, self.parts, self.team.size)
         for low, high in ((0, at[self.team.rank]), (at[self.team.rank + 1], end - start)):
             if high > low:
@@ -102,33 +103,27 @@ class Reducing:
         team.check_fit(range(team.size))
         self._inputs = [self._memory(member, place) for member, place in enumerate(team.facts(X_AT))]
         self._outputs = [self._memory(member, place) for member, place in enumerate(team.facts(OUT_AT))]
-        self.is_pair = self.is_pair and not any(each is not None for each in [*self._inputs, *self._outputs])
+        self.is_all_private = not any(each is not None for each in [*self._inputs, *self._outputs])
         self._inputs[team.rank] = self.x
         if self.out_place != PRIVATE:
             self._outputs[team.rank] = self.out
-        self._folder = Folder(self.op, self.element, self.terms, factors_of(team, self.op, self.element))
+        self.folder = Folder(self.op, self.element, self.terms, factors_of(team, self.op, self.element))
 
     def _memory(self, member: int, place: int) -> Memory | None:
         return self.team.memory(member, place, self.count, self.element)
-
-    def reduce_round(self, place: int, number: int) -> None:
-        """All of a round, of private memory."""
-        assert self.out is not None
-        start, end = self.span(place)
-        fold(self._folder, self._sources(place, number, 0, end - start), [self.out[start:end]])
 
     def reduce_slice(self, place: int, number: int) -> None:
         """This member's slice of a round, to wherever it is needed."""
         low, high = self._own_slice(place)
         if low < high:
-            fold(self._folder, self._sources(place, number, low, high), self._places(place, number, low, high))
+            fold(self.folder, self._sources(place, number, low, high), self._places(place, number, low, high))
 
     def reduce_part(self, place: int, number: int) -> Array:
         """This member's slice of a round as a new array: a part of something larger, so 16-bit types in float32."""
         low, high = self._own_slice(place)
         part: Array = np.empty(high - low, np.float32 if self.element.is_half else self.element.storage)
         if low < high:
-            fold(self._folder, self._sources(place, number, low, high), [part])
+            fold(self.folder, self._sources(place, number, low, high), [part])
         return part
 
     def put_slice(self, place: int, number: int, result: Array) -> None:
@@ -207,10 +202,16 @@ def reduce(
     last = before + task.rounds
     is_staging = task.x_place == PRIVATE
     is_consuming = out is not None and task.out_place == PRIVATE
+    pair = None
+    if team.size == 2 and out is not None and len(receivers) == 2:
+        pair = Pair(team, x, out, (STAGED, CONSUMED), before, (before + 1) % 2)
     if is_staging:
         if not team.are_at(CONSUMED, before - 1):
             yield team.all_at(CONSUMED, before - 1)
-        task.stage(0, before + 1)
+        if pair is None:
+            task.stage(0, before + 1)
+        else:
+            pair.stage(0)
     team.tell(STAGED, before + 1 if is_staging else last)
     for place in range(task.rounds):
         number = before + place + 1
@@ -218,8 +219,9 @@ def reduce(
             yield team.all_at(STAGED, number)
         if place == 0:
             task.look_up()
-            if task.is_pair:
-                yield from _reduce_as_pair(task, turn, before)
+            if pair is not None and task.is_all_private:
+                team.note(REDUCED, last)
+                yield from pair.reduce(task.folder, turn)
                 return
         if not team.are_at(CONSUMED, number - 2):
             yield team.all_at(CONSUMED, number - 2)
@@ -243,33 +245,6 @@ def reduce(
         team.tell(CONSUMED, number)
     if (task.x_place != PRIVATE or task.out_place != PRIVATE) and not team.are_at(CONSUMED, last):
         yield team.all_at(CONSUMED, last)
-
-
-def _reduce_as_pair(task: Reducing, turn: Turn, before: int) -> Steps[None]:
-    """Two members with private memory, of which both have shown the first round.
-
-    Each reduces everything: that moves as many bytes from core to core as a slice each, in half the steps.
-    """
-    team = task.team
-    last = before + task.rounds
-    team.note(REDUCED, last)
-    staged = 1
-    for place in range(task.rounds):
-        number = before + place + 1
-        while staged < min(place + 2, task.rounds):
-            if not team.are_at(CONSUMED, number - 1):
-                yield team.all_at(CONSUMED, number - 1)
-            task.stage(staged, before + staged + 1)
-            staged += 1
-            team.tell(STAGED, before + staged)
-            if turn.is_over:
-                yield turn
-        if not team.are_at(STAGED, number):
-            yield team.all_at(STAGED, number)
-        task.reduce_round(place, number)
-        team.tell(CONSUMED, number)
-        if turn.is_over:
-            yield turn
 
 
 def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | None) -> Steps[None]:

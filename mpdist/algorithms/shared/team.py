@@ -29,6 +29,7 @@ import numpy as np
 
 from mpdist.algorithms.meeting import meet
 from mpdist.algorithms.shared.calls import are_in_step, call_word, misfit
+from mpdist.algorithms.shared.pace import Pace
 from mpdist.errors import CommRevoked, MpdistError
 from mpdist.memory.arena import Block
 from mpdist.transport.reach import Remote
@@ -47,13 +48,15 @@ STAGED, REDUCED, CONSUMED, TAKEN, BARRIER, GIVEN_UP = range(6)
 # The call of a round of a single step, one word for each of its slots; in one line of the cache with the words above.
 SMALL_AT = 6
 # Facts about a collective's arrays, told anew for each: two sets, for the next may begin before all have read them.
-_FACTS = 5
+_FACTS = 6
 # The last is the call: what must be the same on all.
-_CALL = 4
+_CALL = 5
 _FACTS_AT = 8
 # The last collective in which a member could not do its share.
 FAILED = _FACTS_AT + 2 * _FACTS
-_WORDS = FAILED + 1
+# Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
+SHOWN, READ = FAILED + 1, FAILED + 2
+_WORDS = READ + 1
 HEAD_BYTES = 192
 
 # A slot: what a member shows of private memory in one round. Two of them, and two halves for what it has reduced, stay
@@ -126,6 +129,8 @@ class Team:
         round_bytes: what a member shows in one round at the most.
         last_but_one: the last round that all must have consumed before the next collective begins.
         small: collectives of a single step that are under way, in their order.
+        pace: by which way a pair's private memory goes.
+        shown: rounds that its members have shown within collectives so far.
     """
 
     def __init__(self, channel: Channel, block: Block, members: Sequence[Place]) -> None:
@@ -151,6 +156,8 @@ class Team:
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
+        self.pace = Pace()
+        self.shown = 0
 
     def close(self, together: bool) -> None:
         """Give the slots back; not together: others may still read them, so they stay as long as this process."""

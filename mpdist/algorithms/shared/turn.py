@@ -13,14 +13,19 @@ SECONDS = 0.0004
 
 
 class Turn:
-    """The present turn of one algorithm; yield it when it is over."""
+    """The present turn of one algorithm; yield it when it is over.
 
-    __slots__ = ("_end", "_engine", "_is_given_away")
+    Attributes:
+        away: seconds for which it was given away so far.
+    """
+
+    __slots__ = ("_end", "_engine", "_given_away", "away")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._end = perf_counter() + SECONDS
-        self._is_given_away = False
+        self._given_away: float | None = None
+        self.away = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -28,10 +33,12 @@ class Turn:
 
     def Test(self) -> bool:
         """False once, which gives the turn away; then True."""
-        if not self._is_given_away:
-            self._is_given_away = True
+        now = perf_counter()
+        if self._given_away is None:
+            self._given_away = now
             self._engine.credit = 0
             return False
-        self._is_given_away = False
-        self._end = perf_counter() + SECONDS
+        self.away += now - self._given_away
+        self._given_away = None
+        self._end = now + SECONDS
         return True
