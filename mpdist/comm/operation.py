@@ -75,7 +75,9 @@ class Operations:
         return tag
 
     def _explained(self, op: str, error: UsageError) -> UsageError:
-        """The error with the place in front."""
+        """The error with the place in front, unless it names it."""
+        if _NAMES_PLACE.match(str(error)):
+            return error
         text = f"{op} on {self._channel.where()}: {error}"
         return type(error)(text)
 
@@ -93,8 +95,6 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
                 pass
             return staged(self, method, args, kwargs)  # type: ignore[no-any-return]  # what the method returns
         except UsageError as error:
-            if _NAMES_PLACE.match(str(error)):
-                raise
             raise self._explained(op, error) from error.__cause__
 
     return explained  # type: ignore[return-value]  # functools.wraps hides that it is a method

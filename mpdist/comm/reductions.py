@@ -61,11 +61,14 @@ class Reductions(Arrays):
                         is_large = how.is_compared and nbytes >= self._large_from[COMPARED]
                     else:
                         is_large = True
-                    if is_large and SmallAllReduce.fits(channel.team, target, how):
-                        team, folder = channel.team, how.folder
-                        return channel.post_direct(
-                            "all_reduce", words, x, SmallAllReduce, team, target, target, folder, caller=2
-                        )
+                    if is_large:
+                        team = channel.team
+                        if SmallAllReduce.fits(team, target, how):
+                            return channel.post_direct(
+                                "all_reduce", words, x, SmallAllReduce, team, target, target, how.folder, caller=2
+                            )
+                        program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
+                        return channel.post("all_reduce", program, details, channel, None, target, how)
         except OnDevice:
             pass  # as all that is more than one call
         except UsageError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mpdist import Communicator
 from mpdist.algorithms.choose import Algorithm, Thresholds
+from mpdist.algorithms.shared.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -22,21 +23,25 @@ class Way:
         forced: the only algorithm; None: chosen by size.
         ranks_per_node: so many ranks are taken for a node; 0: as it is.
         has_reach: whether private memory of others is reached through the kernel, where it allows that; else slots.
+        changes: an all_reduce of two members goes straight and through slots by turns, as if each were faster in turn.
     """
 
     forced: Algorithm | None
     ranks_per_node: int = 0
     has_reach: bool = True
+    changes: bool = False
 
     def __str__(self) -> str:
         name = "chosen" if self.forced is None else self.forced.value
         name += "" if self.has_reach else "-slots"
+        name += "-changing" if self.changes else ""
         return f"{name}-{self.ranks_per_node}" if self.ranks_per_node else name
 
 
 NATIVE = Way(Algorithm.NATIVE)
 SHARED = Way(Algorithm.SHARED)
 SLOTS = Way(Algorithm.SHARED, has_reach=False)
+CHANGING = Way(Algorithm.SHARED, changes=True)
 CHOSEN = Way(None)
 PAIRS = Way(Algorithm.HIERARCHICAL, 2)
 PAIRS_SLOTS = Way(Algorithm.HIERARCHICAL, 2, has_reach=False)
@@ -58,12 +63,22 @@ def replaced(comm: Communicator, way: Way) -> Iterator[None]:
         engine.nodes = [rank // way.ranks_per_node * way.ranks_per_node for rank in range(len(engine.nodes))]
     if shared is not None and not way.has_reach:
         shared.reach = None
+    by_pace = Pace.is_through_slots
+    if way.changes:
+        Pace.is_through_slots = _by_turns  # type: ignore[method-assign]  # on all ranks alike
     try:
         yield
     finally:
+        Pace.is_through_slots = by_pace  # type: ignore[method-assign]  # as it was
         engine.thresholds, engine.nodes, reach = before
         if shared is not None:
             shared.reach = reach
+
+
+def _by_turns(pace: Pace, _: int) -> bool:
+    """Twice through slots, once not; asked once for each all_reduce."""
+    pace.calls = getattr(pace, "calls", -1) + 1  # type: ignore[attr-defined]  # of these tests
+    return pace.calls % 3 < 2  # type: ignore[attr-defined, no-any-return]  # as above
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import ALONE, CHOSEN, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
+from algorithms.forcing import ALONE, CHANGING, CHOSEN, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
 from comm import arrays
 from comm.arrays import NUMPY_TYPES, Values, assert_values, kind_of, torch_library
 from comm.reference import HALVES, ops_for, reduced, rounded
@@ -30,6 +30,7 @@ PERIOD = 4099
 WAYS = (
     SHARED,
     SLOTS,
+    pytest.param(CHANGING, marks=pytest.mark.ranks(2)),
     pytest.param(PAIRS, marks=pytest.mark.ranks(3, 4)),
     pytest.param(PAIRS_SLOTS, marks=pytest.mark.ranks(4)),
     pytest.param(TRIPLES, marks=pytest.mark.ranks(4)),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import NATIVE, PAIRS, SHARED, SLOTS, Way, forced, replaced
+from algorithms.forcing import CHANGING, NATIVE, PAIRS, SHARED, SLOTS, Way, forced, replaced
 from progress.test_loops import in_threads
 
 import mpdist
@@ -24,7 +24,13 @@ pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(120)]
 SIZES = (1, 900, 8192, 16_000, 40_000, 300_000, 70_001)
 BIG = 2_000_000
 
-WAYS = (SHARED, SLOTS, pytest.param(PAIRS, marks=pytest.mark.ranks(3, 4)), NATIVE)
+WAYS = (
+    SHARED,
+    SLOTS,
+    pytest.param(CHANGING, marks=pytest.mark.ranks(2)),
+    pytest.param(PAIRS, marks=pytest.mark.ranks(3, 4)),
+    NATIVE,
+)
 
 Posted = tuple["mpdist.Work[Any]", Callable[[], None]]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, SLOTS, Way, forced, replaced
+from algorithms.forcing import CHANGING, SHARED, SLOTS, Way, forced, replaced
 
 import mpdist
 from mpdist import Communicator
@@ -40,10 +40,11 @@ def arrays(comm: Communicator, is_resident: bool) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
-async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, op: str, is_resident: bool) -> None:
+@pytest.mark.parametrize("way", [SHARED, pytest.param(CHANGING, marks=pytest.mark.ranks(2))], ids=str)
+async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, way: Way, op: str, is_resident: bool) -> None:
     if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
         pytest.skip("the kernel keeps processes from each other's memory here")
-    async with forced(comm, SHARED) as made:
+    async with forced(comm, way) as made:
         for _ in range(3):
             x, behind = arrays(made, is_resident)
             short, long = made.size - 1, COUNT * 4

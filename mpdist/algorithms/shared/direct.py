@@ -1,22 +1,20 @@
 """Direct: collectives of a team whose members all reach each other's arrays, mapped or private.
 
-There is one round: all tell where their arrays are, everybody copies or reduces
-his share straight from and to them, and nobody leaves before all have done so.
-Work is shared out such that no member is idle while another copies. Nothing goes
-through slots, but an all_reduce of two members where that is faster.
+Nothing goes through slots, and there is one round: all tell where their arrays
+are, everybody copies or reduces his share straight from and to them, and nobody
+leaves before all have done so. Work is shared out such that no member is idle
+while another copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.moving import block_bytes, copy, fold
-from mpdist.algorithms.shared.pair import Pair
-from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, factors_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, READ, REDUCED, SHOWN, STAGED
+from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, factors_of, words_of
+from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
 from mpdist.memory import Folder
@@ -46,7 +44,8 @@ class Meeting:
         self.team = team
         self._call = op, nbytes
         self.turn = Turn(team.channel.engine)
-        self._places = tuple(PRIVATE if each is None else team.place_of(each) for each in (x, out))
+        place = PRIVATE if x is None else team.place_of(x)
+        self._places = place, place if out is x else PRIVATE if out is None else team.place_of(out)
         self.is_private = max(self._places) < 0
         self._round = 0
         self._error: MpdistError | None = None
@@ -248,46 +247,7 @@ def reduce(
 
 def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | None) -> Steps[None]:
     """Reduce x over all members into out of all."""
-    if team.size == 2 and not x.element.is_half:  # whose reduction takes longer than moving them
-        return _all_reduce_of_two(team, x, out, op, terms)
     return reduce(team, x, out, op, terms, range(team.size))
-
-
-def _all_reduce_of_two(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | None) -> Steps[None]:
-    """A slice each, or where both have private memory all through slots, if that has been faster."""
-    meeting = Meeting(team, "all_reduce", x.nbytes, x, out)
-    pair, staging = None, 0.0
-    if team.pace.is_through_slots(x.nbytes):
-        if not team.is_free():
-            yield team.free()
-        pair = Pair(team, x, out, (SHOWN, READ), team.shown, (team.rounds + 1) % 2)
-        if meeting.is_private:
-            if not team.are_at(CONSUMED, team.rounds - 1):
-                yield team.all_at(CONSUMED, team.rounds - 1)
-            start = perf_counter()
-            pair.stage(0)
-            staging = perf_counter() - start
-            team.note(SHOWN, team.shown + 1)
-    yield from meeting.begin(*words_of(op, x.element), team.pace.word)
-    team.pace.hear(team.facts(PACE)[0])
-    are_private = max(*team.facts(X_AT), *team.facts(OUT_AT)) < 0
-    if pair is not None:
-        team.shown += pair.rounds
-        if not are_private:
-            team.note(SHOWN, team.shown)
-            team.note(READ, team.shown)
-    with meeting.share():
-        if x.count:
-            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
-            start = perf_counter()
-            if pair is not None and are_private:
-                yield from pair.reduce(folder, meeting.turn)
-            else:
-                yield from meeting.reduce_slice(x, out, folder, range(team.size))
-            if team.rank == 0 and are_private:
-                seconds = staging + perf_counter() - start - meeting.turn.away
-                team.pace.took(x.nbytes, pair is not None, seconds)
-    yield from meeting.end()
 
 
 def reduce_scatter(

@@ -10,31 +10,41 @@ from __future__ import annotations
 
 from collections import deque
 
-# The best of the last so many times counts: what else the machine does must not look like a slow way.
-SAMPLES = 3
+# The best of the last so many times counts: the first by another way finds its memory in the wrong cache, and what
+# else the machine does must not look like a slow way.
+SAMPLES = 4
 
-# After so many times by the better way, multiplied by how much better it is, the other is tried once.
-TRIED_EVERY = 32
+# After so many times by the better way, multiplied by how much better it is, the other is tried again.
+TRIED_EVERY = 128
 
 
 class _Size:
-    """What has been measured for arrays of about one size: times of both ways, the first being not through slots."""
+    """What has been measured for arrays of about one size: the last times of each way, slots being the second.
+
+    Attributes:
+        through_slots: by which way to go.
+    """
 
     def __init__(self) -> None:
-        self.times: tuple[deque[float], deque[float]] = deque(maxlen=SAMPLES), deque(maxlen=SAMPLES)
-        self._since = 0
+        self.through_slots = False
+        self._times: tuple[deque[float], deque[float]] = deque(maxlen=SAMPLES), deque(maxlen=SAMPLES)
+        self._count = 0  # of times since the last change of the way
 
-    def next(self) -> bool:
-        """Whether to go through slots the next time."""
-        if min(map(len, self.times)) < SAMPLES:
-            return len(self.times[1]) < len(self.times[0])
-        plain, slots = map(min, self.times)
-        better = slots < plain
-        self._since += 1
-        if self._since <= TRIED_EVERY * max(plain, slots) / min(plain, slots):
-            return better
-        self._since = 0
-        return not better
+    def took(self, through_slots: bool, seconds: float) -> None:
+        here, there = (self._times[way] for way in (through_slots, not through_slots))
+        here.append(seconds)
+        if through_slots is not self.through_slots:  # the change is not heard yet
+            return
+        self._count += 1
+        if self._count < SAMPLES:
+            return
+        gain = min(there) / min(here) if there else 0.0
+        if gain >= 1 and self._count > TRIED_EVERY * gain:
+            there.clear()
+            gain = 0.0
+        if gain < 1:
+            self.through_slots = not through_slots
+            self._count = 0
 
 
 class Pace:
@@ -63,6 +73,6 @@ class Pace:
         known = self._sizes.get(size)
         if known is None:
             known = self._sizes[size] = _Size()
-        known.times[through_slots].append(seconds / nbytes)
+        known.took(through_slots, seconds / nbytes)
         bit = 1 << size
-        self.word = self.word | bit if known.next() else self.word & ~bit
+        self.word = self.word | bit if known.through_slots else self.word & ~bit

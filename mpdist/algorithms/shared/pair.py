@@ -23,22 +23,23 @@ class Pair:
 
     Attributes:
         rounds: as many as it takes.
+        side: the slot of the first.
     """
 
-    def __init__(self, team: Team, x: Buffer, out: Buffer, words: tuple[int, int], before: int, side: int) -> None:
+    def __init__(self, team: Team, x: Buffer, out: Buffer, words: tuple[int, int], before: int) -> None:
         """Make nothing known yet.
 
         Args:
             words: in which a member tells up to which round it has shown its input, and read the other's.
             before: the round in these words before the first.
-            side: the slot of the first round.
         """
         self._team = team
-        self._x, self._out = x.array(), out.array()
+        self._x = x.array()
+        self._out = self._x if out is x else out.array()
         self._slots = team.slots(x.element)[0]
         self._shown, self._read = words
         self._before = before
-        self._side = side
+        self.side = (before + 1) % 2
         self._width = SLOT_BYTES // x.element.itemsize
         self.rounds = max(1, -(-x.count // self._width))
 
@@ -73,7 +74,7 @@ class Pair:
         folder.fold(sources, (self._out[start:end],))
 
     def _slot(self, place: int, member: int) -> np.ndarray:
-        return self._slots[(self._side + place) % 2][member]
+        return self._slots[(self.side + place) % 2][member]
 
     def _span(self, place: int) -> tuple[int, int]:
         start = place * self._width

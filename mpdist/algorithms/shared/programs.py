@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms import native
-from mpdist.algorithms.shared import direct, exchange, reduction
+from mpdist.algorithms.shared import direct, either, exchange, reduction
 from mpdist.algorithms.shared.small import SmallAllReduce
 from mpdist.algorithms.shared.team import Team, assemble
 from mpdist.memory import as_buffer
@@ -21,7 +21,7 @@ from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
-    from mpdist.memory import Buffer
+    from mpdist.memory import Buffer, Element
     from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request, Transport
 
@@ -36,6 +36,11 @@ def team_of(channel: Channel) -> Steps[Team | None]:
 
 def _reductions(team: Team) -> ModuleType:
     return reduction if team.shared.reach is None else direct
+
+
+def _all_reduces(team: Team, element: Element) -> ModuleType:
+    # Through slots both members reduce everything, which takes longer than moving it where it is of 16 bits.
+    return either if team.shared.reach is not None and team.size == 2 and not element.is_half else _reductions(team)
 
 
 def _exchanges(team: Team) -> ModuleType:
@@ -56,7 +61,7 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     if SmallAllReduce.fits(team, source, how):
         yield SmallAllReduce(team, source, out, how.folder)
     else:
-        yield from _reductions(team).all_reduce(team, source, out, how.op, how.size)
+        yield from _all_reduces(team, out.element).all_reduce(team, source, out, how.op, how.size)
     return out.owner
 
 
