@@ -28,11 +28,12 @@ async def seen_in(comm: Comm, waiting: Awaitable[object]) -> Waits:
     found = []
 
     def look() -> None:
-        while not engine._asleep:
+        while task._fut_waiter is None or not engine._asleep:  # it may still sleep since an earlier test
             time.sleep(0.001)  # in another thread: nothing tells it
         found.append(waits(engine))
         loop.call_soon_threadsafe(task.cancel)
 
+    await asyncio.sleep(0)  # tasks made before come to their waits
     watcher = threading.Thread(target=look, name="mpdist-watcher")
     watcher.start()
     with contextlib.suppress(asyncio.CancelledError):
