@@ -11,6 +11,7 @@ launcher's variables tell that there were meant to be more.
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mpdist.errors import Unavailable
+from mpdist.transport.start_up import without_network_cards
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ def gather_facts() -> MpiFacts:
 
 def _load() -> ModuleType:
     try:
-        from mpi4py import MPI
+        with without_network_cards(os.environ):
+            from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise Unavailable(f"mpi4py is not installed ({error}): pip install 'mpdist[mpich]'") from error
     except (ImportError, RuntimeError, OSError) as error:

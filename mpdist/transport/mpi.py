@@ -14,6 +14,7 @@ bool is not a type that MPI adds, so its min, max and bitwise forms become logic
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -22,11 +23,14 @@ from typing import Any, Protocol, TypeVar
 import mpi4py
 import numpy as np
 
+from mpdist.transport.start_up import without_network_cards
+
 # The end of the job is decided by the ranks' agreement, not by mpi4py's atexit handler, in which a failed rank
 # would wait for all others for ever.
 if "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False
-from mpi4py import MPI
+with without_network_cards(os.environ):
+    from mpi4py import MPI
 
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory import Buffer, as_buffer
@@ -404,7 +408,8 @@ def start() -> Transport:
     if MPI.Is_finalized():
         raise RuntimeError("MPI is finalized and cannot be started again in this process")
     if not MPI.Is_initialized():  # mpi4py was told not to
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with without_network_cards(os.environ):
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return Transport(MPI.COMM_WORLD.Dup())
 
 
