@@ -33,13 +33,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
         # The slot of its last round is that of a collective of one round, so that the next need not wait for the end.
         pair.side = (team.rounds + pair.rounds) % 2
         if meeting.is_private:
-            ready = team.rounds - pair.rounds % 2
-            if not team.are_at(CONSUMED, ready):
-                yield team.all_at(CONSUMED, ready)
-            start = perf_counter()
-            pair.stage(0)
-            seconds = perf_counter() - start
-            team.note(SHOWN, team.shown + 1)
+            seconds = yield from _stage(team, pair)
     yield from meeting.begin(*words_of(op, x.element), team.pace.word)
     team.pace.hear(team.facts(PACE)[0])
     are_private = max(*team.facts(X_AT), *team.facts(OUT_AT)) < 0
@@ -50,10 +44,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     if pair is not None and are_private:
         yield from pair.reduce(folder, meeting.turn)
         seconds += perf_counter() - start - meeting.turn.away
-        if not team.are_at(READ, team.shown - 1):
-            yield team.all_at(READ, team.shown - 1)
-        team.note(REDUCED, team.rounds)
-        team.tell(CONSUMED, team.rounds)
+        yield from _leave(team)
     else:
         team.note(SHOWN, team.shown)
         team.note(READ, team.shown)
@@ -64,3 +55,22 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
         yield from meeting.end()
     if team.rank == 0 and are_private and x.count:
         team.pace.took(x.nbytes, pair is not None, seconds)
+
+
+def _stage(team: Team, pair: Pair) -> Steps[float]:
+    """Show the first round before all meet; the team is free. Returns the seconds that it took."""
+    ready = team.rounds - pair.rounds % 2
+    if not team.are_at(CONSUMED, ready):
+        yield team.all_at(CONSUMED, ready)
+    start = perf_counter()
+    pair.stage(0)
+    team.note(SHOWN, team.shown + 1)
+    return perf_counter() - start
+
+
+def _leave(team: Team) -> Steps[None]:
+    """Done when the other has read all rounds but the last, whose slot the next collective does not take at once."""
+    if not team.are_at(READ, team.shown - 1):
+        yield team.all_at(READ, team.shown - 1)
+    team.note(REDUCED, team.rounds)
+    team.tell(CONSUMED, team.rounds)
