@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache, partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpdist.comm.staging import Staging
 from mpdist.errors import UnsupportedBuffer
@@ -48,10 +48,22 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
         for mark in staging.copy_out():
             mark.wait()
         staging.sources.clear()
+    return method(through(operations, staging), *bound.args[1:], **bound.kwargs)
+
+
+class Runs(Protocol):
+    """What runs the programs of collectives between copies, as Staging does."""
+
+    def run(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:
+        """The program and the copies; its result."""
+
+
+def through(operations: Any, staging: Runs) -> Any:
+    """A view of a communicator: what is called on it is run by `staging`."""
     view = copy(operations)
     view.__class__ = _view_of(operations.__class__)
     view._channel = StagedChannel(operations, staging)
-    return method(view, *bound.args[1:], **bound.kwargs)
+    return view
 
 
 _signature = cache(inspect.signature)
@@ -66,7 +78,7 @@ def _view_of(kind: Any) -> Any:
 class StagedChannel:
     """A channel as the methods of a communicator see it: what they post is staged."""
 
-    def __init__(self, operations: Any, staging: Staging) -> None:
+    def __init__(self, operations: Any, staging: Runs) -> None:
         self._operations = operations
         self._staging = staging
 
@@ -94,7 +106,7 @@ class StagedChannel:
 
 
 def _program(
-    staging: Staging, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
+    staging: Runs, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
 ) -> Steps[Any]:
     try:
         return (yield from staging.run(op, program, arguments, transport))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,21 +101,17 @@ class Staging:
         """The program on Mirrors, between the copies; its result is the array on the device."""
         spans = list(self._spans(op, arguments))
         outward = [self.copy_out(*span) for span in spans]
-        inward = []
+        inward: list[Mark] = []
         result = None
         try:
-            for span, marks in zip(spans, outward, strict=True):
-                yield from _copied(marks)
-                chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
-                result = yield from program(transport, *chunk)
-                if result is not None:  # None where this rank gets nothing
-                    inward += self.copy_in(*span)
-            yield from _copied(inward)
-        except BaseException:
-            for mark in [*(mark for marks in outward for mark in marks), *inward]:  # copies still read and write
-                with suppress(DeviceFailed):
-                    mark.wait()
-            raise
+            with settled(*outward, inward):
+                for span, marks in zip(spans, outward, strict=True):
+                    yield from copied(marks)
+                    chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
+                    result = yield from program(transport, *chunk)
+                    if result is not None:  # None where this rank gets nothing
+                        inward += self.copy_in(*span)
+                yield from copied(inward)
         finally:
             self.forget()
         return original_of(result)
@@ -141,7 +137,19 @@ class Staging:
             yield start, min(start + width, count)
 
 
-def _copied(marks: Sequence[Mark]) -> Steps[None]:
+@contextmanager
+def settled(*queued: Sequence[Mark]) -> Iterator[None]:
+    """An error inside waits for these copies, which still read and write, before it goes on."""
+    try:
+        yield
+    except BaseException:
+        for mark in [mark for marks in queued for mark in marks]:
+            with suppress(DeviceFailed):
+                mark.wait()
+        raise
+
+
+def copied(marks: Sequence[Mark]) -> Steps[None]:
     """Done when the copies are; a failure is raised here, where the program sees it, and not by the request."""
     for mark in marks:
         copy = _Copy(mark)

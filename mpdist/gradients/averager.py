@@ -11,20 +11,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
+from mpdist.errors import SizeMismatch, UsageError
 from mpdist.gradients.agreement import agree_on_order, check_descriptions
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
+from mpdist.gradients.device_bucket import DeviceBucket
 from mpdist.gradients.packing import Packing, maker_like
 from mpdist.gradients.talk import Conversation, Talk
-from mpdist.memory import Buffer, Element, ReduceOp, as_buffer, as_op
+from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
+from mpdist.memory.accelerator import accelerator_of
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
+
+
+class Kind(NamedTuple):
+    """What may not be mixed in one bucket."""
+
+    element: Element
+    device: Device
+
+
+def _kind(buffer: Buffer) -> Kind:
+    return Kind(buffer.element, buffer.device)
 
 
 class GradientAverager:
@@ -60,14 +74,17 @@ class GradientAverager:
 
         Args:
             comm: whose ranks take part, with arrays of the same shapes and types.
-            arrays: of any library. Writable ones get the result; for others (JAX) it comes back new.
+            arrays: of any library, in host memory or on a GPU, on the same kind of device on all ranks. Writable
+                ones get the result; for others (JAX) it comes back new.
             bucket_bytes: arrays travel in groups of about this size.
             op: "avg", "sum", or another reduction.
-            compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32.
+            compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32. Not for
+                arrays on a GPU.
             names: what errors call the arrays; equal on all ranks. Missing: "array 0", ...
 
         Raises:
             UnsupportedBuffer: an array cannot be communicated.
+            Unavailable: the library that copies from and to the array's device is missing.
             UsageError: the op does not fit an array's type, or there is no such compression.
         """
         if bucket_bytes < 1:
@@ -77,9 +94,9 @@ class GradientAverager:
         self._names = [f"array {index}" for index in range(len(self._arrays))] if names is None else list(names)
         self._buffers = [_described(x, name) for x, name in zip(self._arrays, self._names, strict=True)]
         reduce_op = as_op(op)
-        self._packings: dict[Element, Packing] = {
-            element: Packing(element, reduce_op, comm.size, compress)
-            for element in dict.fromkeys(buffer.element for buffer in self._buffers)
+        self._packings: dict[Kind, Packing] = {
+            kind: Packing(kind.element, reduce_op, comm.size, compress, is_by_itself=not kind.device.is_host)
+            for kind in dict.fromkeys(map(_kind, self._buffers))
         }
         self._bucket_bytes = bucket_bytes
         self._lock = threading.Lock()
@@ -113,9 +130,9 @@ class GradientAverager:
 
     def _replace(self, index: int, array: object) -> None:
         before, buffer = self._buffers[index], _described(array, self._names[index])
-        if buffer.element is not before.element or buffer.shape != before.shape:
+        if _kind(buffer) != _kind(before) or buffer.shape != before.shape:
             raise SizeMismatch(
-                f"{self._names[index]} is {_text(buffer)}, it was {_text(before)}; "
+                f"{self._names[index]} is {_text(buffer, buffer.device)}, it was {_text(before, before.device)}; "
                 "make a new GradientAverager for new shapes"
             )
         self._arrays[index], self._buffers[index] = array, buffer
@@ -161,23 +178,27 @@ class GradientAverager:
 
     def _agree(self) -> Talk[None]:
         """The end of the first step: compare the arrays, and make the buckets in the order of all ranks."""
-        texts = [f"{name} {_text(buffer)}" for name, buffer in zip(self._names, self._buffers, strict=True)]
+        texts = [
+            f"{name} {_text(buffer, buffer.device.kind)}"
+            for name, buffer in zip(self._names, self._buffers, strict=True)
+        ]
         yield from check_descriptions(self._comm, "arrays", texts)
         if self.order is None:
             self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
         sizes = [self._wire_bytes(buffer) for buffer in self._buffers]
-        elements = [buffer.element for buffer in self._buffers]
+        kinds = [_kind(buffer) for buffer in self._buffers]
         places: dict[int, Place] = {}
         buckets = []
-        for group in assign_buckets(sizes, elements, self.order, self._bucket_bytes):
-            packing = self._packings[elements[group[0]]]
-            buckets.append(Bucket(self._comm, packing, [self._buffers[index] for index in group]))
+        for group in assign_buckets(sizes, kinds, self.order, self._bucket_bytes):
+            kind = kinds[group[0]]
+            make = Bucket if kind.device.is_host else partial(DeviceBucket, kind.device)
+            buckets.append(make(self._comm, self._packings[kind], [self._buffers[index] for index in group]))
             places.update(zip(group, buckets[-1].places, strict=True))
         self._buckets = buckets
         self._places = [places[index] for index in range(len(self._arrays))]
 
     def _wire_bytes(self, buffer: Buffer) -> int:
-        return buffer.count * self._packings[buffer.element].wire.itemsize
+        return buffer.count * self._packings[_kind(buffer)].wire.itemsize
 
     def _collect(self) -> list[Any]:
         """Copy the results out, and be ready for the next step."""
@@ -196,10 +217,10 @@ class GradientAverager:
 
     def _leave(self, x: object, buffer: Buffer, place: Place) -> Any:
         if not buffer.readonly:
-            place.leave(buffer.array())
+            place.leave(buffer)
             return x
         values = np.empty(buffer.count, buffer.element.storage)
-        place.leave(values)
+        place.read(values)
         return maker_like(x)(values, buffer.shape)
 
     def __repr__(self) -> str:
@@ -211,13 +232,12 @@ def _described(x: object, name: str) -> Buffer:
     try:
         buffer = as_buffer(x)
         if not buffer.device.is_host:
-            raise UnsupportedBuffer(
-                f"got an array on {buffer.device}; needed host memory. all_reduce takes arrays of a GPU"
-            )
+            accelerator_of(buffer.device)
         return buffer
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
 
 
-def _text(buffer: Buffer) -> str:
-    return f"{buffer.element.name} {tuple(buffer.shape)}"
+def _text(buffer: Buffer, device: Device | str) -> str:
+    where = "" if buffer.device.is_host else f" on {device}"  # each rank may have its own GPU
+    return f"{buffer.element.name} {tuple(buffer.shape)}{where}"

@@ -1,9 +1,11 @@
-"""Bucket: memory in which several arrays of one type travel as one message."""
+"""Bucket: memory in which several arrays of one type travel as one message; those of a device: `device_bucket.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpdist.gradients.packing import Packing, as_wire
 from mpdist.memory import Buffer
@@ -33,8 +35,12 @@ class Place:
         self.is_entered = True
         self.bucket.packing.enter(buffer.array(), self._room)
 
-    def leave(self, out: Array) -> None:
-        """Copy the result out."""
+    def leave(self, buffer: Buffer) -> None:
+        """Copy the result into the array."""
+        self.read(buffer.array())
+
+    def read(self, out: Array) -> None:
+        """Copy the result into host memory."""
         self.bucket.packing.leave(self._room, out)
 
 
@@ -51,14 +57,20 @@ class Bucket:
 
     def __init__(self, comm: Communicator, packing: Packing, buffers: Sequence[Buffer]) -> None:
         self.packing = packing
-        memory = comm.empty(sum(buffer.count for buffer in buffers), packing.wire.storage)
+        memory = self._memory(comm, sum(buffer.count for buffer in buffers), packing.wire.storage)
         self._wire = as_wire(memory, packing.wire)
         self.places: list[Place] = []
         start = 0
         for buffer in buffers:
-            self.places.append(Place(self, memory[start : start + buffer.count]))
+            self.places.append(self._place(memory[start : start + buffer.count]))
             start += buffer.count
         self.missing = len(buffers)
+
+    def _memory(self, comm: Communicator, count: int, dtype: np.dtype[Any]) -> Array:
+        return comm.empty(count, dtype)
+
+    def _place(self, room: Array) -> Place:
+        return Place(self, room)
 
     def start(self, comm: Communicator) -> None:
         """Post the reduction."""

@@ -284,11 +284,6 @@ async def test_a_probed_message_is_not_received_on_a_device(comm: Comm, fake: Si
     await sent
 
 
-async def test_an_averager_refuses_arrays_of_a_device(comm: Comm, fake: Simulated) -> None:
-    with pytest.raises(mpdist.UsageError, match="array 1: got an array on cuda:0; needed host memory"):
-        mpdist.GradientAverager(comm, [np.ones(2), fake.array(np.ones(2))])
-
-
 async def test_memory_on_a_device(comm: Comm, gpu: Gpu) -> None:
     x = comm.empty((2, 3), np.float64, device="cuda")
     assert (x.shape, x.dtype) == ((2, 3), np.float64)

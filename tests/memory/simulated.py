@@ -136,7 +136,7 @@ class Simulated:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         values = np.empty(shape, dtype)
-        values.view(np.uint8).fill(0xAB)
+        values.reshape(-1).view(np.uint8).fill(0xAB)
         return DeviceArray(values)
 
     def pin(self, memory: Array) -> bool:

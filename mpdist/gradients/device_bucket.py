@@ -1,0 +1,95 @@
+"""DeviceBucket: arrays of a GPU travel as one message, through pinned host memory.
+
+An array is copied out as soon as it is ready, in the order of the stream that
+computes it. The reduction waits for the copies, and is complete when the results
+are back: no thread waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.comm.staged_calls import through
+from mpdist.comm.staging import copied, pinned_of, settled
+from mpdist.gradients.bucket import Bucket, Place
+from mpdist.memory import Buffer, Device
+
+if TYPE_CHECKING:
+    from mpdist.comm import Communicator
+    from mpdist.gradients.packing import Packing
+    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.elements import Array
+    from mpdist.progress.collective import Steps
+    from mpdist.transport.mpi import Transport
+
+
+class DevicePlace(Place):
+    """Where in a bucket an array of a device is."""
+
+    __slots__ = ("buffer",)
+
+    bucket: DeviceBucket
+    buffer: Buffer
+
+    def enter(self, buffer: Buffer) -> None:
+        self.is_entered = True
+        self.buffer = buffer
+        accelerator = self.bucket.accelerator
+        accelerator.follow(buffer)
+        self.bucket.outward.append(accelerator.copy_out(buffer, 0, self._octets))
+
+    def leave(self, buffer: Buffer) -> None:
+        """It has been copied into the array already."""
+
+    def copy_in(self) -> Mark:
+        """Queue the copy of the result into the array."""
+        return self.bucket.accelerator.copy_in(self._octets, self.buffer, 0)
+
+    @property
+    def _octets(self) -> Any:
+        return self._room.view(np.uint8)
+
+
+class DeviceBucket(Bucket):
+    """Arrays of one device that travel together.
+
+    Attributes:
+        accelerator: the device.
+        outward: the copies of this step to the host.
+    """
+
+    def __init__(self, device: Device, comm: Communicator, packing: Packing, buffers: Sequence[Buffer]) -> None:
+        self._pinned = pinned_of(comm._channel.engine, device)
+        self.accelerator = self._pinned.accelerator
+        self.outward: list[Mark] = []
+        self._own: list[DevicePlace] = []
+        super().__init__(comm, packing, buffers)
+
+    def _memory(self, comm: Communicator, count: int, dtype: Any) -> Array:
+        self._loan = self._pinned.lend(count * dtype.itemsize)
+        return self._loan.bytes.view(dtype)
+
+    def _place(self, room: Array) -> Place:
+        self._own.append(DevicePlace(self, room))
+        return self._own[-1]
+
+    def start(self, comm: Communicator) -> None:
+        self.work = through(comm, self).all_reduce(self._wire, op=self.packing.op)
+
+    def run(
+        self, op: str, program: Callable[..., Steps[Any]], arguments: Sequence[Any], transport: Transport
+    ) -> Steps[Any]:
+        """The reduction between the copies, as StagedChannel posts it."""
+        inward: list[Mark] = []
+        with settled(self.outward, inward):
+            yield from copied(self.outward)
+            yield from program(transport, *arguments)
+            inward += [place.copy_in() for place in self._own if not place.buffer.readonly]
+            yield from copied(inward)
+
+    def reset(self) -> None:
+        super().reset()
+        self.outward.clear()

@@ -1,0 +1,117 @@
+"""GradientAverager on arrays of a device: what comes late is waited for, and the results are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from comm.devices import GPUS, Gpu, opened
+from memory.simulated import DeviceArray, Simulated, simulated
+
+import mpdist
+from mpdist import Communicator, GradientAverager
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+SHAPES = [(3,), (2, 5), (), (40_000,), (0,), (7, 1)]
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest, comm: Communicator) -> Iterator[Gpu]:
+    comm._channel.engine.staging.clear()
+    with opened(request.param) as found:
+        yield found
+    comm._channel.engine.staging.clear()
+
+
+@pytest.fixture
+def fake(comm: Communicator) -> Iterator[Simulated]:
+    comm._channel.engine.staging.clear()
+    with simulated() as found:
+        yield found
+    comm._channel.engine.staging.clear()
+
+
+def values(step: int, rank: int, dtype: str) -> list[Any]:
+    return [np.full(shape, (index + 1) * (rank + 1) + 8 * step, dtype) for index, shape in enumerate(SHAPES)]
+
+
+def mean(step: int, size: int, index: int) -> float:
+    return (index + 1) * (size + 1) / 2 + 8 * step
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+async def test_arrays_hold_the_mean_after_each_step(
+    comm: Communicator, gpu: Gpu, dtype: str, bucket_bytes: int
+) -> None:
+    averager = GradientAverager(comm, [gpu.array(x) for x in values(0, comm.rank, dtype)], bucket_bytes=bucket_bytes)
+    for step in range(3):
+        arrays = [gpu.array(x) for x in values(step, comm.rank, dtype)]
+        for index in reversed(range(len(arrays))):
+            averager.ready(index, arrays[index])
+        for index, (x, result) in enumerate(zip(arrays, await averager, strict=True)):
+            assert result is x
+            np.testing.assert_array_equal(x.get(), np.full(SHAPES[index], mean(step, comm.size, index), dtype))
+
+
+def test_the_same_where_no_event_loop_runs(comm: Communicator, gpu: Gpu) -> None:
+    arrays = [gpu.array(x) for x in values(1, comm.rank, "float32")]
+    GradientAverager(comm, arrays).wait()
+    for index, x in enumerate(arrays):
+        np.testing.assert_array_equal(x.get(), np.full(SHAPES[index], mean(1, comm.size, index), np.float32))
+
+
+async def test_arrays_of_the_host_and_of_a_device(comm: Communicator, gpu: Gpu) -> None:
+    there = [index % 2 == 0 for index in range(len(SHAPES))]
+    arrays = [gpu.array(x) if on else x for x, on in zip(values(0, comm.rank, "float64"), there, strict=True)]
+    tree = await mpdist.average(comm, {"all": arrays})
+    for index, x in enumerate(tree["all"]):
+        assert x is arrays[index]
+        np.testing.assert_array_equal(x.get() if there[index] else x, np.full(SHAPES[index], mean(0, comm.size, index)))
+
+
+async def test_arrays_that_cannot_be_written_come_back_new(comm: Communicator, fake: Simulated) -> None:
+    x = fake.array(np.full(5, float(comm.rank)))
+    seen = x._values.view()
+    seen.flags.writeable = False
+    (result,) = await GradientAverager(comm, [DeviceArray(seen)])
+    np.testing.assert_array_equal(result.get(), np.full(5, (comm.size - 1) / 2))
+    np.testing.assert_array_equal(x.get(), np.full(5, float(comm.rank)))
+
+
+async def test_the_host_memory_is_pinned_and_goes_back(comm: Communicator, fake: Simulated) -> None:
+    averager = GradientAverager(comm, [fake.array(np.ones(1000))])
+    for _ in range(3):
+        await averager
+    assert len(fake.pinned) == 1
+    assert fake.copies == [("out", 8000), ("in", 8000)] * 3
+
+
+async def test_a_failed_copy_is_an_error_of_the_step(comm: Communicator, fake: Simulated) -> None:
+    averager = GradientAverager(comm, [fake.array(np.ones(10))])
+    await averager
+    fake.fails = RuntimeError("the device is gone")
+    with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
+        await averager
+
+
+async def test_what_does_not_fit_is_told(comm: Communicator, fake: Simulated) -> None:
+    with pytest.raises(mpdist.UsageError, match="compress is 'float16', which is for arrays in host memory"):
+        GradientAverager(comm, [fake.array(np.ones(2))], compress="float16")
+    averager = GradientAverager(comm, [np.ones(2)])
+    with pytest.raises(mpdist.SizeMismatch, match=r"float64 \(2,\) on cuda:0, it was float64 \(2,\);"):
+        averager.ready(0, fake.array(np.ones(2)))
+    await averager
+
+
+async def test_a_rank_whose_array_is_elsewhere_is_told(comm: Communicator, fake: Simulated) -> None:
+    x = np.ones(2)
+    arrays = [fake.array(x) if comm.rank == 0 else x]
+    if comm.size == 1:
+        await GradientAverager(comm, arrays)
+        return
+    with pytest.raises(mpdist.CollectiveMismatch, match=r"float64 \(2,\) on cuda"):
+        await GradientAverager(comm, arrays)
