@@ -37,6 +37,10 @@ class CommunicationError(MpdistError):
     """The operation was right, but could not be carried out."""
 
 
+class DeviceFailed(CommunicationError):
+    """A copy from or to the memory of a device has failed."""
+
+
 class MessageTruncated(CommunicationError):
     """A message is larger than the buffer given for it; it stays queued for a larger one."""
 

@@ -14,9 +14,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpdist.comm.staging import Staging
-from mpdist.errors import UnsupportedBuffer
+from mpdist.errors import DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Device, as_buffer
-from mpdist.memory.cuda import DeviceFailed
 from mpdist.progress.collective import Collective, one_call
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.comm.mirror import Mirror, View
-from mpdist.errors import UsageError
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory import Buffer, Device, ReduceOp, as_buffer, is_same, overlap
 from mpdist.memory.accelerator import accelerator_of
-from mpdist.memory.cuda import DeviceFailed
 from mpdist.memory.pinned import Pinned
 
 if TYPE_CHECKING:

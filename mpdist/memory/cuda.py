@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import CommunicationError, UsageError
+from mpdist.errors import DeviceFailed, UsageError
 
 if TYPE_CHECKING:
     from mpdist.memory.buffer import Buffer
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 LEGACY_DEFAULT = 1
 
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
-
-
-class DeviceFailed(CommunicationError):
-    """A copy from or to a device has failed."""
 
 
 class Cuda:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from mpdist.memory.cuda import DeviceFailed
+from mpdist.errors import DeviceFailed
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpdist.memory.cuda import DeviceFailed
+from mpdist.errors import DeviceFailed
 from mpdist.progress.message import Message
 from mpdist.progress.unbegun import Wrapped
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpdist.errors import UsageError
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory import as_buffer
-from mpdist.memory.cuda import Cuda, DeviceFailed, failures
+from mpdist.memory.cuda import Cuda, failures
 
 OUT, IN, CURRENT = 101, 102, 77
 
