@@ -42,7 +42,7 @@ class Backoff:
     inline_polls: int = 400
     hot_seconds: float = 0.001
     fraction: float = 0.25
-    cap_seconds: float = 0.005
+    cap_seconds: float = 0.01
     yields: bool = False
 
     def delay(self, idle_seconds: float, has_requests: bool = False) -> float:
