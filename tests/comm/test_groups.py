@@ -387,6 +387,7 @@ async def test_two_tasks_with_collectives_on_one_communicator_are_refused(comm: 
         for word in ("all_reduce", "barrier", "'first'", "'second'", "dup()", part.name):
             assert word in text, text
         assert text.count("test_groups.py:") == 2
+        assert text.count("all_reduce on") == 1
         for call in (part.barrier, part.recv, lambda: part.send(np.zeros(1), 1), lambda: part.send(np.zeros(1), 0)):
             with pytest.raises(mpdist.ClosedError, match="two tasks"):
                 call()
