@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpdist.transport.reach import Reach, Remote
+from mpdist.transport.reach import Reach, Remote, let_others_reach
 
 SIZES = (256 * 1024, 1024 * 1024)
 
@@ -67,6 +67,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
     cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        parser.exit(1, "caches.py: this needs two cores\n")
+    let_others_reach()
     blocks = [shared(nbytes // 4, np.float32) for nbytes in SIZES]
     flag, result = shared(1, np.int64), shared(2, np.float64)
     parent = os.getpid()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpdist.errors import SizeMismatch, UsageError
+from mpdist.errors import SizeMismatch, Unavailable, UsageError
 from mpdist.gradients.agreement import agree_on_order, check_descriptions
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
@@ -123,16 +123,32 @@ class GradientAverager:
                 )
             self._is_ready[index] = True
             self._seen.append(index)
-        if array is not None:
-            self._replace(index, array)
-        if self._buckets is not None:
-            self._enter(index)
+        try:
+            if array is not None:
+                self._replace(index, array)
+            if self._buckets is not None:
+                self._enter(index)
+            else:
+                self._follow(index)
+        except BaseException:
+            if self._buckets is None or not self._places[index].is_entered:
+                with self._lock:
+                    self._is_ready[index] = False
+                    self._seen.remove(index)
+            raise
+
+    def _follow(self, index: int) -> None:
+        """An array of a device is copied at the end of the first step: let that wait for what is queued now."""
+        buffer = self._buffers[index]
+        if not buffer.device.is_host:
+            accelerator_of(buffer.device).follow(buffer)
 
     def _replace(self, index: int, array: object) -> None:
         before, buffer = self._buffers[index], _described(array, self._names[index])
         if _kind(buffer) != _kind(before) or buffer.shape != before.shape:
             raise SizeMismatch(
-                f"{self._names[index]} is {_text(buffer, buffer.device)}, it was {_text(before, before.device)}; "
+                f"{self._names[index]} is {_text(buffer, str(buffer.device))}, "
+                f"it was {_text(before, str(before.device))}; "
                 "make a new GradientAverager for new shapes"
             )
         self._arrays[index], self._buffers[index] = array, buffer
@@ -178,8 +194,10 @@ class GradientAverager:
 
     def _agree(self) -> Talk[None]:
         """The end of the first step: compare the arrays, and make the buckets in the order of all ranks."""
+        # Each rank may have its own GPU; but which arrays are on the same one must be equal.
+        devices = list(dict.fromkeys(buffer.device for buffer in self._buffers))
         texts = [
-            f"{name} {_text(buffer, buffer.device.kind)}"
+            f"{name} {_text(buffer, f'device {devices.index(buffer.device)}')}"
             for name, buffer in zip(self._names, self._buffers, strict=True)
         ]
         yield from check_descriptions(self._comm, "arrays", texts)
@@ -234,10 +252,10 @@ def _described(x: object, name: str) -> Buffer:
         if not buffer.device.is_host:
             accelerator_of(buffer.device)
         return buffer
-    except UsageError as error:
+    except (UsageError, Unavailable) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
 
 
-def _text(buffer: Buffer, device: Device | str) -> str:
-    where = "" if buffer.device.is_host else f" on {device}"  # each rank may have its own GPU
+def _text(buffer: Buffer, device: str) -> str:
+    where = "" if buffer.device.is_host else f" on {device}"
     return f"{buffer.element.name} {tuple(buffer.shape)}{where}"

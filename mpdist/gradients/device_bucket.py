@@ -35,11 +35,11 @@ class DevicePlace(Place):
     buffer: Buffer
 
     def enter(self, buffer: Buffer) -> None:
-        self.is_entered = True
-        self.buffer = buffer
         accelerator = self.bucket.accelerator
         accelerator.follow(buffer)
-        self.bucket.outward.append(accelerator.copy_out(buffer, 0, self._octets))
+        self.bucket.loan.marks.append(accelerator.copy_out(buffer, 0, self._octets))
+        self.buffer = buffer
+        self.is_entered = True
 
     def leave(self, buffer: Buffer) -> None:
         """It has been copied into the array already."""
@@ -58,19 +58,18 @@ class DeviceBucket(Bucket):
 
     Attributes:
         accelerator: the device.
-        outward: the copies of this step to the host.
+        loan: the host memory, and the copies of this step that read and write it.
     """
 
     def __init__(self, device: Device, comm: Communicator, packing: Packing, buffers: Sequence[Buffer]) -> None:
         self._pinned = pinned_of(comm._channel.engine, device)
         self.accelerator = self._pinned.accelerator
-        self.outward: list[Mark] = []
         self._own: list[DevicePlace] = []
         super().__init__(comm, packing, buffers)
 
     def _memory(self, comm: Communicator, count: int, dtype: Any) -> Array:
-        self._loan = self._pinned.lend(count * dtype.itemsize)
-        return self._loan.bytes.view(dtype)
+        self.loan = self._pinned.lend(count * dtype.itemsize)
+        return self.loan.bytes.view(dtype)
 
     def _place(self, room: Array) -> Place:
         self._own.append(DevicePlace(self, room))
@@ -83,13 +82,13 @@ class DeviceBucket(Bucket):
         self, op: str, program: Callable[..., Steps[Any]], arguments: Sequence[Any], transport: Transport
     ) -> Steps[Any]:
         """The reduction between the copies, as StagedChannel posts it."""
-        inward: list[Mark] = []
-        with settled(self.outward, inward):
-            yield from copied(self.outward)
+        marks = self.loan.marks
+        with settled(marks):
+            yield from copied(marks)
             yield from program(transport, *arguments)
-            inward += [place.copy_in() for place in self._own if not place.buffer.readonly]
-            yield from copied(inward)
+            marks += [place.copy_in() for place in self._own if not place.buffer.readonly]
+            yield from copied(marks)
 
     def reset(self) -> None:
         super().reset()
-        self.outward.clear()
+        self.loan.marks.clear()

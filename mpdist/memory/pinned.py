@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpdist.errors import DeviceFailed
+
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Accelerator
+    from mpdist.memory.accelerator import Accelerator, Mark
     from mpdist.memory.elements import Array
 
 SMALLEST_BYTES = 64 * 1024
@@ -36,10 +39,13 @@ class Pinned:
         self.has_failed = False
         self._allocate = allocate
         self._free: dict[int, list[Array]] = {}
+        self._busy: list[tuple[Array, list[Mark]]] = []
         self._pinned: set[int] = set()
 
     def lend(self, nbytes: int) -> Loan:
         """Memory of at least so many bytes, until the Loan is dropped."""
+        for _ in range(len(self._busy)):
+            self.take_back(*self._busy.pop(0))
         size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
         try:
             block = self._free.setdefault(size, []).pop()
@@ -52,8 +58,14 @@ class Pinned:
                 print("mpdist: host memory cannot be pinned here: copies to and from the GPU are slow", file=sys.stderr)
         return Loan(self, block, nbytes)
 
-    def take_back(self, block: Array) -> None:
-        """A block is not used any more; from any thread, also while memory is being collected, so without a lock."""
+    def take_back(self, block: Array, marks: list[Mark]) -> None:
+        """Nobody uses a block any more, but copies up to these marks.
+
+        From any thread, also while memory is being collected, so without a lock.
+        """
+        if not all(map(_is_over, marks)):
+            self._busy.append((block, marks))
+            return
         free = self._free.setdefault(block.nbytes, [])
         if len(free) < KEPT:
             free.append(block)
@@ -62,6 +74,12 @@ class Pinned:
 
     def close(self) -> None:
         """Give all memory back; Loans that are still out keep theirs."""
+        while self._busy:
+            block, marks = self._busy.pop()
+            for mark in marks:
+                with suppress(DeviceFailed):
+                    mark.wait()
+            self.take_back(block, [])
         for free in self._free.values():
             while free:
                 self._unpin(free.pop())
@@ -72,19 +90,28 @@ class Pinned:
             self.accelerator.unpin(block)
 
 
+def _is_over(mark: Mark) -> bool:
+    try:
+        return mark.Test()
+    except DeviceFailed:
+        return True
+
+
 class Loan:
-    """A block that goes back when nobody holds this any more.
+    """A block that goes back when nobody holds this any more, and copies are over.
 
     Attributes:
         bytes: as many as were asked for (uint8).
+        marks: of copies that may go on when nobody holds this any more.
     """
 
-    __slots__ = ("_block", "_home", "bytes")
+    __slots__ = ("_block", "_home", "bytes", "marks")
 
     def __init__(self, home: Pinned, block: Array, nbytes: int) -> None:
         self._home = home
         self._block = block
+        self.marks: list[Mark] = []
         self.bytes: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = block[:nbytes]
 
     def __del__(self) -> None:
-        self._home.take_back(self._block)
+        self._home.take_back(self._block, self.marks)

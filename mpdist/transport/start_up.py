@@ -16,6 +16,10 @@ TRANSPORTS = "OMPI_MCA_btl"
 # Without a launcher none of these is set; with another one than Open MPI's, where the other ranks are is not known.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
+# Variables that name other files of parameters; and the file of distributions.
+_FILES = ("OMPI_MCA_mca_param_files", "OMPI_MCA_mca_base_param_files")
+_SYSTEM_FILE = Path("/etc/openmpi/openmpi-mca-params.conf")
+
 
 @contextmanager
 def without_network_cards(environ: MutableMapping[str, str]) -> Iterator[None]:
@@ -38,9 +42,16 @@ def _is_on_one_host(environ: Mapping[str, str]) -> bool:
 
 
 def _chooses_transports(environ: Mapping[str, str]) -> bool:
-    """Whether the user's own file of parameters does; variables come before it."""
+    """Whether a file of parameters does, of the user or the system; variables come before it."""
+    if any(name in environ for name in _FILES):
+        return True
+    own = [Path(environ["HOME"], ".openmpi", "mca-params.conf")] if "HOME" in environ else []
+    return any(_names_transports(path) for path in [*own, _SYSTEM_FILE])
+
+
+def _names_transports(path: Path) -> bool:
     try:
-        lines = Path(environ.get("HOME", ""), ".openmpi", "mca-params.conf").read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return False
     return any(line.split("=")[0].strip() == "btl" for line in lines)

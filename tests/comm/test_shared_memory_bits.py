@@ -117,7 +117,7 @@ async def test_every_rank_gets_the_same_bits(comm: Communicator, way: Way) -> No
             for dtype in ("float16", "float32", "float64"):
                 for op in ("sum", "avg", "prod"):
                     x = random(count, dtype, comm.rank)
-                    if comm.rank % 2:
+                    if comm.rank % 2 and way is not CHANGING:
                         resident = comm.empty(count, dtype)
                         resident[:] = x
                         x = resident
@@ -154,7 +154,7 @@ async def test_nan_comes_out_of_every_comparison_with_the_same_bits_on_all_ranks
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0], np.float32)
     for way in (CHOSEN, NATIVE, SHARED, CHANGING, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES):
         async with forced(comm, way) as made:
-            for count in (1, 130, 40_000):
+            for count in (1, 130, 70_001):
                 case = f"{way} {dtype} {op} x {count}"
                 generator = np.random.default_rng(count)
                 inputs = [rounded(generator.choice(special, count), dtype) for _ in range(comm.size)]

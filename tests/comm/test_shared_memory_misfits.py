@@ -75,6 +75,19 @@ async def test_all_ranks_hear_of_small_arrays_and_stay_in_step(comm: Communicato
                 assert (await work == made.size).all()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", [SHARED, CHANGING], ids=str)
+async def test_ranks_whose_types_take_different_ways_hear_of_it(comm: Communicator, way: Way) -> None:
+    """As many bytes, but of 16-bit numbers on one rank, which two members never move through slots."""
+    async with forced(comm, way) as made:
+        for number in range(6):
+            is_half = made.rank == number % 2
+            x = np.ones(2 * COUNT, np.float16) if is_half else np.ones(COUNT, np.float32)
+            with pytest.raises(mpdist.CollectiveMismatch, match="all_reduce of 16-bit numbers"):
+                await made.all_reduce(x)
+            assert (await made.all_reduce(np.ones(COUNT)) == made.size).all()
+
+
 @pytest.mark.parametrize("way", [SHARED, SLOTS], ids=str)
 @pytest.mark.parametrize("before", [3, 4])
 async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communicator, way: Way, before: int) -> None:

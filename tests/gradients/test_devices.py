@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from comm.devices import GPUS, Gpu, opened
-from memory.simulated import DeviceArray, Simulated, simulated
+from memory.simulated import DEVICE, DeviceArray, Simulated, simulated
 
 import mpdist
 from mpdist import Communicator, GradientAverager
+from mpdist.comm.staging import pinned_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -88,6 +93,49 @@ async def test_the_host_memory_is_pinned_and_goes_back(comm: Communicator, fake:
         await averager
     assert len(fake.pinned) == 1
     assert fake.copies == [("out", 8000), ("in", 8000)] * 3
+    del averager
+    gc.collect()
+    assert await comm.all_reduce(x := fake.array(np.ones(1000))) is x
+    assert len(fake.pinned) == 1
+
+
+async def test_memory_does_not_go_back_while_it_is_copied_to(comm: Communicator, fake: Simulated) -> None:
+    """A loop that breaks off in the middle of a step drops its averager."""
+    averager = GradientAverager(comm, [fake.array(np.ones(1000)), fake.array(np.ones(1000))])
+    await averager
+    fake.program.run(lambda: time.sleep(0.05))
+    averager.ready(0, fake.array(np.full(1000, 5.0)))
+    pinned = pinned_of(comm._channel.engine, DEVICE)
+    del averager
+    gc.collect()
+    loan = pinned.lend(16_000)
+    loan.bytes[:] = 7
+    await asyncio.sleep(0.2)
+    assert (loan.bytes == 7).all()
+
+
+async def test_an_array_that_was_not_taken_may_be_ready_again(comm: Communicator, fake: Simulated) -> None:
+    x = fake.array(np.full(3, float(comm.rank)))
+    averager = GradientAverager(comm, [x])
+    for _ in range(2):
+        fake.is_capturing = True
+        with pytest.raises(mpdist.UsageError, match="CUDA graph"):
+            averager.ready(0)
+        fake.is_capturing = False
+        averager.ready(0, fake.array(np.full(3, float(comm.rank))))
+        (x,) = await averager
+        np.testing.assert_array_equal(x.get(), np.full(3, (comm.size - 1) / 2))
+
+
+def test_ready_may_come_from_any_thread(comm: Communicator, gpu: Gpu) -> None:
+    averager = GradientAverager(comm, [gpu.array(x) for x in values(0, comm.rank, "float32")], bucket_bytes=1)
+    for step in range(3):
+        arrays = [gpu.array(x) for x in values(step, comm.rank, "float32")]
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(averager.ready, range(len(arrays)), arrays))
+        averager.wait()
+        for index, x in enumerate(arrays):
+            np.testing.assert_array_equal(x.get(), np.full(SHAPES[index], mean(step, comm.size, index), np.float32))
 
 
 async def test_a_failed_copy_is_an_error_of_the_step(comm: Communicator, fake: Simulated) -> None:
@@ -113,5 +161,5 @@ async def test_a_rank_whose_array_is_elsewhere_is_told(comm: Communicator, fake:
     if comm.size == 1:
         await GradientAverager(comm, arrays)
         return
-    with pytest.raises(mpdist.CollectiveMismatch, match=r"float64 \(2,\) on cuda"):
+    with pytest.raises(mpdist.CollectiveMismatch, match=r"float64 \(2,\) on device 0"):
         await GradientAverager(comm, arrays)

@@ -11,7 +11,12 @@ from collections.abc import Collection, Mapping
 
 from mpdist.errors import CollectiveMismatch, MpdistError, SizeMismatch
 
-OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "scatter", "all_gather", "all_to_all")
+# Two members reduce 16-bit numbers in another way, see `either`.
+OF_HALVES = "all_reduce of 16-bit numbers"
+OPERATIONS = (
+    *("all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "scatter", "all_gather", "all_to_all"),
+    OF_HALVES,
+)
 
 _ROUND_BITS, _OPERATION_BITS = 16, 4
 _ROUND_MASK = (1 << _ROUND_BITS) - 1

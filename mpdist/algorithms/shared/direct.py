@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.moving import block_bytes, copy, fold
 from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, factors_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
@@ -63,6 +64,7 @@ class Meeting:
         team.tell(STAGED, self._round)
         if not team.are_at(STAGED, self._round):
             yield team.all_at(STAGED, self._round)
+        self.turn.restart()
         misfit = team.misfit(range(team.size))
         if misfit is not None:
             if team.are_in_step():
@@ -235,7 +237,7 @@ def reduce(
         out: as large as x, or x itself; None on members that do not receive.
         terms: how many inputs the result stands for, for avg.
     """
-    op_name = "reduce" if len(receivers) == 1 else "all_reduce"
+    op_name = "reduce" if len(receivers) == 1 else OF_HALVES if x.element.is_half else "all_reduce"
     meeting = Meeting(team, op_name, x.nbytes, x, out)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting.share():

@@ -43,18 +43,16 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
         team.shown += pair.rounds
     if pair is not None and are_private:
         yield from pair.reduce(folder, meeting.turn)
-        seconds += perf_counter() - start - meeting.turn.away
         yield from _leave(team)
     else:
-        team.note(SHOWN, team.shown)
+        team.note(SHOWN, team.shown)  # which may set back what was shown for a collective that nobody went on with
         team.note(READ, team.shown)
         with meeting.share():
             if x.count:
                 yield from meeting.reduce_slice(x, out, folder, range(team.size))
-        seconds = perf_counter() - start - meeting.turn.away
         yield from meeting.end()
     if team.rank == 0 and are_private and x.count:
-        team.pace.took(x.nbytes, pair is not None, seconds)
+        team.pace.took(x.nbytes, pair is not None, seconds + perf_counter() - start - meeting.turn.away)
 
 
 def _stage(team: Team, pair: Pair) -> Steps[float]:

@@ -27,6 +27,10 @@ class Turn:
         self._given_away: float | None = None
         self.away = 0.0
 
+    def restart(self) -> None:
+        """It has been given away by waiting for others."""
+        self._end = perf_counter() + SECONDS
+
     @property
     def is_over(self) -> bool:
         return perf_counter() > self._end

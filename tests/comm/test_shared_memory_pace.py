@@ -1,0 +1,58 @@
+"""The way of a pair's private arrays: what rank 0 tells is what both do, whatever it tells and when."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from algorithms.forcing import SHARED, forced
+
+from mpdist import Communicator, premul_sum
+from mpdist.algorithms.shared.pace import Pace
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.limit(120)]
+
+COUNTS = (100_000, 140_000, 500_001)
+
+
+async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 changes its mind at random; rank 1 knows of it by what it is told only."""
+    chance = random.Random(comm.rank)
+    taken: list[bool] = []
+
+    def took(self: Pace, nbytes: int, through_slots: bool, seconds: float) -> None:
+        assert comm.rank == 0
+        assert seconds > 0
+        taken.append(through_slots)
+        self.word ^= (chance.random() < 0.5) << nbytes.bit_length()
+
+    monkeypatch.setattr(Pace, "took", took)
+    order = random.Random(1)
+    async with forced(comm, SHARED) as made:
+        for number in range(300):
+            count = order.choice(COUNTS)
+            kind = order.randrange(6)
+            expected = 2.0 * number + 1
+            x = np.full(count, number + made.rank, np.float16 if kind == 0 else np.float32)
+            if kind == 1 and made.rank == number % 2:
+                resident = made.empty(count, np.float32)
+                resident[:] = x
+                x = resident
+            if kind == 2:
+                assert (await made.all_reduce(x, premul_sum(made.rank + 1.0)) == number + 2.0 * (number + 1)).all()
+            elif kind == 3:
+                out = np.empty_like(x)
+                assert (await made.all_reduce(x, out=out, deterministic=number % 2 == 0) == expected).all()
+                assert (x == number + made.rank).all()
+            elif kind == 4:
+                small = [made.all_reduce(np.ones(3)) for _ in range(3)]
+                assert (await made.all_reduce(x) == expected).all()
+                for work in small:
+                    assert (await work == 2).all()
+            else:
+                assert (await made.all_reduce(x) == expected).all()
+    if comm.rank == 0:
+        assert 30 < sum(taken) < len(taken) - 30
+    else:
+        assert not taken
