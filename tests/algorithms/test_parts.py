@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpdist.algorithms.cluster import by_node
 from mpdist.algorithms.shared.reduction import cuts
-from mpdist.algorithms.shared.team import RESULT_BYTES, SLOT_BYTES
+from mpdist.algorithms.shared.team import RESULT_BYTES, ROUND_BYTES
 
 
 @given(st.integers(0, 10**7), st.integers(1, 16), st.integers(0, 16))
@@ -33,7 +33,7 @@ def test_slices_differ_by_less_than_two_lines_but_for_the_last_ones(count: int, 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
 @given(parts=st.integers(1, 128))
 def test_a_slice_of_a_round_fits_a_result_slot(itemsize: int, parts: int) -> None:
-    width = min(SLOT_BYTES, parts * RESULT_BYTES) // itemsize
+    width = min(ROUND_BYTES, parts * RESULT_BYTES) // itemsize
     widths = [high - low for low, high in pairwise(cuts(width, parts, parts))]
     assert max(widths) * itemsize <= RESULT_BYTES
 

@@ -17,12 +17,19 @@ from comm.residency import RESIDENCIES, Placed, place
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms.shared.team import SLOT_BYTES
+from mpdist.algorithms.shared.team import ROUND_BYTES, SLOT_BYTES
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(180)]
 
 # Bytes around the slots' size and beyond what they hold together.
-LARGE_BYTES = (SLOT_BYTES - 8, SLOT_BYTES, SLOT_BYTES + 24, 2 * SLOT_BYTES + 40, 3 * SLOT_BYTES + 1000)
+LARGE_BYTES = (
+    ROUND_BYTES - 8,
+    ROUND_BYTES,
+    ROUND_BYTES + 24,
+    SLOT_BYTES + 40,
+    3 * ROUND_BYTES + 1000,
+    2 * SLOT_BYTES + 24,
+)
 COUNTS = (0, 1, 7, 999)
 
 PERIOD = 4099

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mpdist.algorithms.shared.direct import Meeting
 from mpdist.algorithms.shared.pair import Pair
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, factors_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN
+from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN, SLOT_BYTES
 from mpdist.memory import Folder
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     if team.pace.is_through_slots(x.nbytes):
         if not team.is_free():
             yield team.free()
-        pair = Pair(team, x, out, (SHOWN, READ), team.shown)
+        pair = Pair(team, x, out, (SHOWN, READ), team.shown, SLOT_BYTES)
         # The slot of its last round is that of a collective of one round, so that the next need not wait for the end.
         pair.side = (team.rounds + pair.rounds) % 2
         if meeting.is_private:

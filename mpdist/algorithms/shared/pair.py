@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpdist.algorithms.shared.team import SLOT_BYTES
-
 if TYPE_CHECKING:
     from mpdist.algorithms.shared.team import Team
     from mpdist.algorithms.shared.turn import Turn
@@ -26,12 +24,13 @@ class Pair:
         side: the slot of the first.
     """
 
-    def __init__(self, team: Team, x: Buffer, out: Buffer, words: tuple[int, int], before: int) -> None:
+    def __init__(self, team: Team, x: Buffer, out: Buffer, words: tuple[int, int], before: int, nbytes: int) -> None:
         """Make nothing known yet.
 
         Args:
             words: in which a member tells up to which round it has shown its input, and read the other's.
             before: the round in these words before the first.
+            nbytes: what is shown in a round; it fits into a slot.
         """
         self._team = team
         self._x = x.array()
@@ -40,7 +39,7 @@ class Pair:
         self._shown, self._read = words
         self._before = before
         self.side = (before + 1) % 2
-        self._width = SLOT_BYTES // x.element.itemsize
+        self._width = nbytes // x.element.itemsize
         self.rounds = max(1, -(-x.count // self._width))
 
     def stage(self, place: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.pair import Pair
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, SLOT_BYTES, STAGED
+from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, ROUND_BYTES, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import Folder
 
@@ -74,7 +74,7 @@ class Reducing:
         self.receivers = receivers
         self.parts = parts
         self.count = x.count
-        self.width = min(team.round_bytes, parts * RESULT_BYTES * team.round_bytes // SLOT_BYTES) // x.element.itemsize
+        self.width = min(team.round_bytes, parts * RESULT_BYTES * team.round_bytes // ROUND_BYTES) // x.element.itemsize
         self.rounds = max(1, -(-x.count // self.width))
         self.x_place = team.place_of(x)
         self.out_place = PRIVATE if out is None else team.place_of(out)
@@ -204,7 +204,7 @@ def reduce(
     is_consuming = out is not None and task.out_place == PRIVATE
     pair = None
     if team.size == 2 and out is not None and len(receivers) == 2:
-        pair = Pair(team, x, out, (STAGED, CONSUMED), before)
+        pair = Pair(team, x, out, (STAGED, CONSUMED), before, ROUND_BYTES)
     if is_staging:
         if not team.are_at(CONSUMED, before - 1):
             yield team.all_at(CONSUMED, before - 1)

@@ -59,10 +59,13 @@ SHOWN, READ = FAILED + 1, FAILED + 2
 _WORDS = READ + 1
 HEAD_BYTES = 192
 
-# A slot: what a member shows of private memory in one round. Two of them, and two halves for what it has reduced, stay
-# in a core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
-SLOT_BYTES = 512 * 1024
-RESULT_BYTES = SLOT_BYTES // 2
+# What a member shows of private memory in one round: two of them, and two halves for what it has reduced, stay in a
+# core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
+ROUND_BYTES = 512 * 1024
+RESULT_BYTES = ROUND_BYTES // 2
+# A slot, and what a pair shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with 256 KiB two thirds.
+# bench/ways.py.
+SLOT_BYTES = 2 * ROUND_BYTES
 BLOCK_BYTES = HEAD_BYTES + 2 * SLOT_BYTES + 2 * RESULT_BYTES
 
 # What a member has in one round where nothing goes through slots.
@@ -152,7 +155,7 @@ class Team:
         self._peers = [member.world_rank for member in members if member is not members[self.rank]]
         self._slots: dict[int, tuple[list[list[Array]], list[list[Array]]]] = {}
         self._fence = shared.fence
-        self.round_bytes = SLOT_BYTES if shared.reach is None else DIRECT_BYTES
+        self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
