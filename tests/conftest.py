@@ -19,7 +19,7 @@ import mpdist
 # The ranks of a job share a pipe: unbuffered, print() writes a line word by word, and those of two ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-pytest_plugins = ("ranks.plugin", "pytester")
+pytest_plugins = ("ranks.plugin", "pytester", "comm.devices")
 
 # All ranks must try the same examples, the same number of times: no random seed, no database of earlier failures,
 # no search for a smaller example and no health check by the clock, which may end differently on each rank.

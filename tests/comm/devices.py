@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from memory.simulated import simulated
+from memory.simulated import Simulated, simulated
+
+import mpdist
 
 SPIN = r"""
 extern "C" __global__ void spin(long long ticks) {
@@ -54,3 +56,21 @@ def opened(name: str) -> Iterator[Gpu]:
 
 
 GPUS = ["simulated", pytest.param("cupy", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest, comm: mpdist.Communicator) -> Iterator[Gpu]:
+    """Each of them."""
+    comm._channel.engine.staging.clear()
+    with opened(request.param) as found:
+        yield found
+    comm._channel.engine.staging.clear()
+
+
+@pytest.fixture
+def fake_gpu(comm: mpdist.Communicator) -> Iterator[Simulated]:
+    """The simulated one, which can also be told to fail."""
+    comm._channel.engine.staging.clear()
+    with simulated() as found:
+        yield found
+    comm._channel.engine.staging.clear()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from comm.arrays import numbers
-from comm.devices import GPUS, Gpu, opened
+from comm.devices import Gpu
 from comm.reference import ops_for, reduced
 from memory.simulated import Simulated, simulated
 
@@ -21,22 +21,6 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 Comm = mpdist.Communicator
 DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64")
 COUNTS = (0, 1, 7, 5000)
-
-
-@pytest.fixture(params=GPUS)
-def gpu(request: pytest.FixtureRequest, comm: Comm) -> Iterator[Gpu]:
-    comm._channel.engine.staging.clear()
-    with opened(request.param) as found:
-        yield found
-    comm._channel.engine.staging.clear()
-
-
-@pytest.fixture
-def fake(comm: Comm) -> Iterator[Simulated]:
-    comm._channel.engine.staging.clear()
-    with simulated() as found:
-        yield found
-    comm._channel.engine.staging.clear()
 
 
 @pytest.fixture(params=[None, 4096], ids=["whole", "chunks"])
@@ -253,33 +237,33 @@ def _overlapping(comm: Comm, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_a_bad_call_raises_and_the_communicator_stays_usable(comm: Comm, fake: Simulated, name: str) -> None:
+async def test_a_bad_call_raises_and_the_communicator_stays_usable(comm: Comm, fake_gpu: Simulated, name: str) -> None:
     call, words = BAD[name]
     with pytest.raises(mpdist.UsageError, match=words) as caught:
-        call(comm, fake)
+        call(comm, fake_gpu)
     assert f"on '{comm.name}' (rank {comm.rank} of {comm.size})" in str(caught.value)
-    x = fake.array(np.ones(2))
+    x = fake_gpu.array(np.ones(2))
     await comm.all_reduce(x)
     check(x, np.full(2, float(comm.size)))
 
 
-async def test_what_is_being_recorded_is_refused(comm: Comm, fake: Simulated) -> None:
-    x = fake.array(np.ones(2))
-    fake.is_capturing = True
+async def test_what_is_being_recorded_is_refused(comm: Comm, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.ones(2))
+    fake_gpu.is_capturing = True
     with pytest.raises(mpdist.UsageError, match="CUDA graph"):
         comm.all_reduce(x)
     with pytest.raises(mpdist.UsageError, match="CUDA graph"):
         comm.send(x, comm.rank)
-    fake.is_capturing = False
+    fake_gpu.is_capturing = False
     await comm.all_reduce(x)
 
 
-async def test_a_probed_message_is_not_received_on_a_device(comm: Comm, fake: Simulated) -> None:
+async def test_a_probed_message_is_not_received_on_a_device(comm: Comm, fake_gpu: Simulated) -> None:
     dst, src = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent = comm.send(np.arange(3), dst)
     message = await comm.probe(src)
     with pytest.raises(mpdist.UsageError, match="an array on cuda:0; receive it without x"):
-        message.recv(fake.array(np.zeros(3, int)))
+        message.recv(fake_gpu.array(np.zeros(3, int)))
     np.testing.assert_array_equal((await message.recv()).data, np.arange(3))
     await sent
 
@@ -292,13 +276,13 @@ async def test_memory_on_a_device(comm: Comm, gpu: Gpu) -> None:
         comm.empty(3, device="gpu")
 
 
-async def test_host_memory_is_pinned_once_and_used_again(comm: Comm, fake: Simulated) -> None:
-    x = fake.array(np.ones(1000))
+async def test_host_memory_is_pinned_once_and_used_again(comm: Comm, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.ones(1000))
     for _ in range(20):
         await comm.all_reduce(x)
-    assert len(fake.pinned) == 1
+    assert len(fake_gpu.pinned) == 1
     comm._channel.engine.staging[staging.Device("cuda")].close()
-    assert not fake.pinned
+    assert not fake_gpu.pinned
 
 
 async def test_without_pinning_it_works_and_says_so_once(comm: Comm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,28 +297,28 @@ async def test_without_pinning_it_works_and_says_so_once(comm: Comm, capsys: pyt
 
 
 @pytest.mark.ranks(2)
-async def test_a_device_that_fails_fails_the_operation(comm: Comm, fake: Simulated) -> None:
-    x = fake.array(np.ones(4))
-    fake.fails = RuntimeError("the device is gone")
+async def test_a_device_that_fails_fails_the_operation(comm: Comm, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.ones(4))
+    fake_gpu.fails = RuntimeError("the device is gone")
     with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
         await comm.send(x, 1 - comm.rank)
     with pytest.raises(mpdist.ClosedError, match="data of a message could not be had"):
         comm.send(np.ones(2), 1 - comm.rank)
 
 
-async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake: Simulated) -> None:
-    x = fake.array(np.ones(4))
-    fake.fails = RuntimeError("the device is gone")
+async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.ones(4))
+    fake_gpu.fails = RuntimeError("the device is gone")
     with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
         await comm.all_reduce(x)
     with pytest.raises(mpdist.ClosedError, match="ended by a failure of this rank's device"):
         comm.barrier()
 
 
-async def test_large_arrays_travel_in_chunks(comm: Comm, fake: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_arrays_travel_in_chunks(comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 16)
-    x = fake.array(np.ones(100_000, np.float32))
+    x = fake_gpu.array(np.ones(100_000, np.float32))
     await comm.all_reduce(x)
     check(x, np.full(100_000, comm.size, np.float32))
-    assert [nbytes for what, nbytes in fake.copies if what == "out"] == [65536] * 6 + [6784]
-    assert [nbytes for what, nbytes in fake.copies if what == "in"] == [65536] * 6 + [6784]
+    assert [nbytes for what, nbytes in fake_gpu.copies if what == "out"] == [65536] * 6 + [6784]
+    assert [nbytes for what, nbytes in fake_gpu.copies if what == "in"] == [65536] * 6 + [6784]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from comm.devices import GPUS, Gpu, opened
-from memory.simulated import DEVICE, DeviceArray, Simulated, simulated
+from comm.devices import Gpu
+from memory.simulated import DEVICE, DeviceArray, Simulated
 
 import mpdist
 from mpdist import Communicator, GradientAverager
@@ -21,22 +20,6 @@ from mpdist.comm.staging import pinned_of
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
 SHAPES = [(3,), (2, 5), (), (40_000,), (0,), (7, 1)]
-
-
-@pytest.fixture(params=GPUS)
-def gpu(request: pytest.FixtureRequest, comm: Communicator) -> Iterator[Gpu]:
-    comm._channel.engine.staging.clear()
-    with opened(request.param) as found:
-        yield found
-    comm._channel.engine.staging.clear()
-
-
-@pytest.fixture
-def fake(comm: Communicator) -> Iterator[Simulated]:
-    comm._channel.engine.staging.clear()
-    with simulated() as found:
-        yield found
-    comm._channel.engine.staging.clear()
 
 
 def values(step: int, rank: int, dtype: str) -> list[Any]:
@@ -78,8 +61,8 @@ async def test_arrays_of_the_host_and_of_a_device(comm: Communicator, gpu: Gpu) 
         np.testing.assert_array_equal(x.get() if there[index] else x, np.full(SHAPES[index], mean(0, comm.size, index)))
 
 
-async def test_arrays_that_cannot_be_written_come_back_new(comm: Communicator, fake: Simulated) -> None:
-    x = fake.array(np.full(5, float(comm.rank)))
+async def test_arrays_that_cannot_be_written_come_back_new(comm: Communicator, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.full(5, float(comm.rank)))
     seen = x._values.view()
     seen.flags.writeable = False
     (result,) = await GradientAverager(comm, [DeviceArray(seen)])
@@ -87,24 +70,24 @@ async def test_arrays_that_cannot_be_written_come_back_new(comm: Communicator, f
     np.testing.assert_array_equal(x.get(), np.full(5, float(comm.rank)))
 
 
-async def test_the_host_memory_is_pinned_and_goes_back(comm: Communicator, fake: Simulated) -> None:
-    averager = GradientAverager(comm, [fake.array(np.ones(1000))])
+async def test_the_host_memory_is_pinned_and_goes_back(comm: Communicator, fake_gpu: Simulated) -> None:
+    averager = GradientAverager(comm, [fake_gpu.array(np.ones(1000))])
     for _ in range(3):
         await averager
-    assert len(fake.pinned) == 1
-    assert fake.copies == [("out", 8000), ("in", 8000)] * 3
+    assert len(fake_gpu.pinned) == 1
+    assert fake_gpu.copies == [("out", 8000), ("in", 8000)] * 3
     del averager
     gc.collect()
-    assert await comm.all_reduce(x := fake.array(np.ones(1000))) is x
-    assert len(fake.pinned) == 1
+    assert await comm.all_reduce(x := fake_gpu.array(np.ones(1000))) is x
+    assert len(fake_gpu.pinned) == 1
 
 
-async def test_memory_does_not_go_back_while_it_is_copied_to(comm: Communicator, fake: Simulated) -> None:
+async def test_memory_does_not_go_back_while_it_is_copied_to(comm: Communicator, fake_gpu: Simulated) -> None:
     """A loop that breaks off in the middle of a step drops its averager."""
-    averager = GradientAverager(comm, [fake.array(np.ones(1000)), fake.array(np.ones(1000))])
+    averager = GradientAverager(comm, [fake_gpu.array(np.ones(1000)), fake_gpu.array(np.ones(1000))])
     await averager
-    fake.program.run(lambda: time.sleep(0.05))
-    averager.ready(0, fake.array(np.full(1000, 5.0)))
+    fake_gpu.program.run(lambda: time.sleep(0.05))
+    averager.ready(0, fake_gpu.array(np.full(1000, 5.0)))
     pinned = pinned_of(comm._channel.engine, DEVICE)
     del averager
     gc.collect()
@@ -114,15 +97,15 @@ async def test_memory_does_not_go_back_while_it_is_copied_to(comm: Communicator,
     assert (loan.bytes == 7).all()
 
 
-async def test_an_array_that_was_not_taken_may_be_ready_again(comm: Communicator, fake: Simulated) -> None:
-    x = fake.array(np.full(3, float(comm.rank)))
+async def test_an_array_that_was_not_taken_may_be_ready_again(comm: Communicator, fake_gpu: Simulated) -> None:
+    x = fake_gpu.array(np.full(3, float(comm.rank)))
     averager = GradientAverager(comm, [x])
     for _ in range(2):
-        fake.is_capturing = True
+        fake_gpu.is_capturing = True
         with pytest.raises(mpdist.UsageError, match="CUDA graph"):
             averager.ready(0)
-        fake.is_capturing = False
-        averager.ready(0, fake.array(np.full(3, float(comm.rank))))
+        fake_gpu.is_capturing = False
+        averager.ready(0, fake_gpu.array(np.full(3, float(comm.rank))))
         (x,) = await averager
         np.testing.assert_array_equal(x.get(), np.full(3, (comm.size - 1) / 2))
 
@@ -138,26 +121,26 @@ def test_ready_may_come_from_any_thread(comm: Communicator, gpu: Gpu) -> None:
             np.testing.assert_array_equal(x.get(), np.full(SHAPES[index], mean(step, comm.size, index), np.float32))
 
 
-async def test_a_failed_copy_is_an_error_of_the_step(comm: Communicator, fake: Simulated) -> None:
-    averager = GradientAverager(comm, [fake.array(np.ones(10))])
+async def test_a_failed_copy_is_an_error_of_the_step(comm: Communicator, fake_gpu: Simulated) -> None:
+    averager = GradientAverager(comm, [fake_gpu.array(np.ones(10))])
     await averager
-    fake.fails = RuntimeError("the device is gone")
+    fake_gpu.fails = RuntimeError("the device is gone")
     with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
         await averager
 
 
-async def test_what_does_not_fit_is_told(comm: Communicator, fake: Simulated) -> None:
+async def test_what_does_not_fit_is_told(comm: Communicator, fake_gpu: Simulated) -> None:
     with pytest.raises(mpdist.UsageError, match="compress is 'float16', which is for arrays in host memory"):
-        GradientAverager(comm, [fake.array(np.ones(2))], compress="float16")
+        GradientAverager(comm, [fake_gpu.array(np.ones(2))], compress="float16")
     averager = GradientAverager(comm, [np.ones(2)])
     with pytest.raises(mpdist.SizeMismatch, match=r"float64 \(2,\) on cuda:0, it was float64 \(2,\);"):
-        averager.ready(0, fake.array(np.ones(2)))
+        averager.ready(0, fake_gpu.array(np.ones(2)))
     await averager
 
 
-async def test_a_rank_whose_array_is_elsewhere_is_told(comm: Communicator, fake: Simulated) -> None:
+async def test_a_rank_whose_array_is_elsewhere_is_told(comm: Communicator, fake_gpu: Simulated) -> None:
     x = np.ones(2)
-    arrays = [fake.array(x) if comm.rank == 0 else x]
+    arrays = [fake_gpu.array(x) if comm.rank == 0 else x]
     if comm.size == 1:
         await GradientAverager(comm, arrays)
         return
