@@ -278,6 +278,8 @@ class Team:
             at: the word of the call; missing: that of the last collective that has begun.
         """
         at = self._call_at() if at is None else at
+        if self.agree(at, self._mine[at]):
+            return None
         calls = {self._rank_of(member): self._lines[member][at] for member in members}
         return misfit(self.channel.where(), calls, self._mine[at])
 
