@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+import pytest
+
 from mpdist import Communicator
 from mpdist.algorithms.choose import Algorithm, Thresholds
 from mpdist.algorithms.shared.pace import Pace
@@ -49,6 +51,12 @@ TRIPLES = Way(Algorithm.HIERARCHICAL, 3)
 """On 4 ranks: a node of three and one of one."""
 ALONE = Way(Algorithm.HIERARCHICAL, 1)
 """One rank on each node, where nothing can be shared: MPI's own calls."""
+
+
+def skip_without_reach(comm: Communicator) -> None:
+    """Skip the test where private memory of others cannot be reached."""
+    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
+        pytest.skip("the kernel keeps processes from each other's memory here")
 
 
 @contextmanager

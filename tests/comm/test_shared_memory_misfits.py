@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import CHANGING, SHARED, SLOTS, Way, forced, replaced
+from algorithms.forcing import CHANGING, SHARED, SLOTS, Way, forced, replaced, skip_without_reach
 
 import mpdist
 from mpdist import Communicator
@@ -42,8 +42,7 @@ def arrays(comm: Communicator, is_resident: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
 @pytest.mark.parametrize("way", [SHARED, pytest.param(CHANGING, marks=pytest.mark.ranks(2))], ids=str)
 async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, way: Way, op: str, is_resident: bool) -> None:
-    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
-        pytest.skip("the kernel keeps processes from each other's memory here")
+    skip_without_reach(comm)
     async with forced(comm, way) as made:
         for _ in range(3):
             x, behind = arrays(made, is_resident)
@@ -79,6 +78,7 @@ async def test_all_ranks_hear_of_small_arrays_and_stay_in_step(comm: Communicato
 @pytest.mark.parametrize("way", [SHARED, CHANGING], ids=str)
 async def test_ranks_whose_types_take_different_ways_hear_of_it(comm: Communicator, way: Way) -> None:
     """As many bytes, but of 16-bit numbers on one rank, which two members never move through slots."""
+    skip_without_reach(comm)
     async with forced(comm, way) as made:
         for number in range(6):
             is_half = made.rank == number % 2
@@ -113,8 +113,7 @@ async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communic
 
 
 async def test_ranks_that_call_different_operations_hear_of_it(comm: Communicator) -> None:
-    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
-        pytest.skip("the kernel keeps processes from each other's memory here")
+    skip_without_reach(comm)
     async with forced(comm, SHARED) as made:
         for _ in range(3):
             x = np.ones(COUNT)
@@ -170,8 +169,7 @@ async def test_through_slots_those_that_wait_for_readers_hear_of_it(
 
 
 async def test_ranks_that_take_different_roots_hear_of_it(comm: Communicator) -> None:
-    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
-        pytest.skip("the kernel keeps processes from each other's memory here")
+    skip_without_reach(comm)
     async with forced(comm, SHARED) as made:
         for _ in range(3):
             x = np.ones(COUNT)

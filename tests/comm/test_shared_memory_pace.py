@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, forced
+from algorithms.forcing import SHARED, forced, skip_without_reach
 
 from mpdist import Communicator, premul_sum
 from mpdist.algorithms.shared.pace import Pace
@@ -18,6 +18,7 @@ COUNTS = (100_000, 140_000, 500_001)
 
 async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 changes its mind at random; rank 1 knows of it by what it is told only."""
+    skip_without_reach(comm)
     chance = random.Random(comm.rank)
     taken: list[bool] = []
 
