@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, forced
+from algorithms.forcing import SHARED, forced, skip_without_reach
 
 import mpdist
 from mpdist import Communicator
@@ -30,8 +30,7 @@ def protect(x: np.ndarray, access: int) -> None:
 
 async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator) -> None:
     """The first page of the root's array is read by others only."""
-    if comm._channel.engine.shared.reach is None:  # type: ignore[union-attr]  # ranks of one node share
-        pytest.skip("the kernel keeps processes from each other's memory here")
+    skip_without_reach(comm)
     x = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)
     x[:] = comm.rank
     async with forced(comm, SHARED) as made:
