@@ -95,7 +95,7 @@ class GradientAverager:
         self._buffers = [_described(x, name) for x, name in zip(self._arrays, self._names, strict=True)]
         reduce_op = as_op(op)
         self._packings: dict[Kind, Packing] = {
-            kind: Packing(kind.element, reduce_op, comm.size, compress, is_by_itself=not kind.device.is_host)
+            kind: Packing(kind.element, reduce_op, comm.size, compress, on_device=not kind.device.is_host)
             for kind in dict.fromkeys(map(_kind, self._buffers))
         }
         self._bucket_bytes = bucket_bytes

@@ -29,18 +29,18 @@ class Packing:
     """
 
     def __init__(
-        self, element: Element, op: ReduceOp, size: int, compress: str | None, *, is_by_itself: bool = False
+        self, element: Element, op: ReduceOp, size: int, compress: str | None, *, on_device: bool = False
     ) -> None:
-        """Decide it; `is_by_itself`: a device copies, which can't change anything on the way."""
+        """Decide it; `on_device`: the copies between device and bucket can't change anything."""
         check_op(op, element)
         self.element = element
         self.wire = wire_element(element, compress)
-        if is_by_itself and self.is_compressed:
+        if on_device and self.is_compressed:
             raise UsageError(
                 f"compress is {compress!r}, which is for arrays in host memory; "
                 "on a device convert them there, and give the 16-bit arrays"
             )
-        folds_mean = op.name == "avg" and not element.is_half and not is_by_itself
+        folds_mean = op.name == "avg" and not element.is_half and not on_device
         self.op = "sum" if folds_mean else op
         self._scale = 1.0 / size if folds_mean else 1.0
 

@@ -1,9 +1,9 @@
 """Pace: which of two ways is faster for a pair's private memory, here and now; found out by taking both.
 
 Through slots takes half the time of reading each other's memory where the two
-cores share a cache, and up to three times of it where they don't, and a virtual machine
-may be moved from the one to the other at any time. The first member measures its
-work and tells, beside each collective, by which way all go the next time.
+cores share a cache, and up to three times of it where they don't, and a virtual
+machine may be moved from the one to the other at any time. The first member times
+each collective and tells, beside the next, by which way all go after that.
 """
 
 from __future__ import annotations

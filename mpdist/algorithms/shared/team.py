@@ -12,7 +12,7 @@ up to which round it has
 
 A slot is used every second round, so it may be written in round r when all have
 consumed round r - 2; how a round that itself has several keeps to that: `either`.
-Words only grow, and a member that is ahead by a round disturbs nobody.
+A member that is ahead by a round disturbs nobody.
 
 Members that call something else than the others are found by what each tells of
 its call. Where rounds still match all fail together and go on; where they don't,
