@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import stat
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -24,6 +26,10 @@ from mpdist.transport.facts import launched_as
 OWNER_VARIABLE = "MPDIST_OWNER"
 
 _disarm: Callable[[], None] | None = None
+
+# A child has the parent's handlers, pipes and stores until it is disarmed: a pool that is closed at once sends
+# SIGTERM to a worker that has not come so far, and would end the parent's job.
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class ForkedEngine(Engine):
@@ -53,17 +59,32 @@ def disarm_engine(engine: Engine, refusal: str) -> None:
 
 
 def on_fork(disarm: Callable[[], None] | None) -> None:
-    """Call this in every forked child from now on."""
+    """Call this in every forked child from now on, before SIGTERM or SIGINT can reach it."""
     global _disarm
     _disarm = disarm
 
 
-def _in_child() -> None:
+def _before() -> None:
     if _disarm is not None:
-        _disarm()
+        _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
 
 
-os.register_at_fork(after_in_child=_in_child)
+def _in_parent() -> None:
+    blocked, _forking.blocked = getattr(_forking, "blocked", None), None
+    if blocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _in_child() -> None:
+    try:
+        if _disarm is not None:
+            _disarm()
+    finally:
+        _in_parent()
+
+
+_forking = threading.local()
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def prevent_finalize(status: Callable[[], object]) -> None:

@@ -92,7 +92,7 @@ def test_wrong_variable_is_refused_on_all_ranks() -> None:
     assert "UsageError: environment variable MPDIST_DEBUG='perhaps' is not valid" in ended.err
 
 
-@pytest.mark.parametrize("how", ["forks", "mpi4py_forks", "pools", "spawned"])
+@pytest.mark.parametrize("how", ["forks", "mpi4py_forks", "ended_at_once", "pools", "spawned"])
 def test_child_processes_do_no_harm(how: str) -> None:
     ended = run("bare", 2, CHILDREN, how)
     assert ended.status == 0, ended.err

@@ -15,6 +15,9 @@ import time
 if sys.argv[1].startswith("mpi4py"):
     from mpi4py import MPI  # noqa: F401  # it will call MPI_Finalize at the end of the process
 
+if sys.argv[1] == "ended_at_once":  # as early as Python runs anything in a child
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
 import numpy as np
 
 import mpdist
@@ -90,6 +93,13 @@ def forks(world):
     assert fork(lambda: use(world)) == 0
     assert fork(raise_error) == 1
     assert fork(wait_for_sigterm) == -signal.SIGTERM
+
+
+def ended_at_once(world):
+    """A child that gets SIGTERM while it is being forked, as a pool's that is closed early."""
+    assert fork(lambda: None) == -signal.SIGTERM
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+    time.sleep(4)  # longer than a rank may take to end
 
 
 def mpi4py_forks(world):
