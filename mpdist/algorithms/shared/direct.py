@@ -37,13 +37,15 @@ class Meeting:
     """One collective of a team: from the moment when all have told where their arrays are until all are done.
 
     Attributes:
+        op: the operation.
         is_private: this member's arrays are not in memory that the others map.
     """
 
     def __init__(self, team: Team, op: str, nbytes: int, x: Buffer | None, out: Buffer | None = None) -> None:
         """Take what must be the same on all members, see Team.misfit, and what others may reach."""
         self.team = team
-        self._call = op, nbytes
+        self.op = op
+        self._nbytes = nbytes
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
         self._places = place, place if out is x else PRIVATE if out is None else team.place_of(out)
@@ -60,7 +62,7 @@ class Meeting:
         team = self.team
         if not team.is_free():
             yield team.free()
-        self._round = team.begin(1, *self._call, *self._places, *facts) + 1
+        self._round = team.begin(1, self.op, self._nbytes, *self._places, *facts) + 1
         team.tell(STAGED, self._round)
         if not team.are_at(STAGED, self._round):
             yield team.all_at(STAGED, self._round)
@@ -99,7 +101,7 @@ class Meeting:
         if failed:
             listed = ", ".join(map(str, failed))
             raise CommunicationError(
-                f"{self._call[0]} on {team.channel.where()}: rank {listed} could not do its share, so the result is "
+                f"{self.op} on {team.channel.where()}: rank {listed} could not do its share, so the result is "
                 "undefined; its own error says why"
             )
 
@@ -117,7 +119,7 @@ class Meeting:
         if memory is not None:
             return memory
         raise CollectiveMismatch(
-            f"{self._call[0]} on {self.team.channel.where()}: the ranks differ in src or dst; give all the same"
+            f"{self.op} on {self.team.channel.where()}: the ranks differ in src or dst; give all the same"
         )
 
     def copy(self, target: Memory, source: Memory, itemsize: int) -> Steps[None]:
@@ -151,6 +153,14 @@ class Meeting:
         sources = [self.there(each)[mine] for each in inputs]
         places = [self.there(outputs[member])[mine] for member in receivers]
         yield from self.fold(folder, sources, places)
+
+    def reduce_rows(self, x: Buffer, columns: int, folder: Folder, mine: Sequence[tuple[int, Array]]) -> Steps[None]:
+        """Some rows of x of all members, each into its target."""
+        inputs = self.memory(x, x.count)
+        inputs[self.team.rank] = x.array()
+        for row, target in mine:
+            part = slice(row * columns, (row + 1) * columns)
+            yield from self.fold(folder, [self.there(each)[part] for each in inputs], [target])
 
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
@@ -266,10 +276,6 @@ def reduce_scatter(
     yield from meeting.begin(*words_of(op, x.element))
     with meeting.share():
         if x.count:
-            inputs = meeting.memory(x, x.count)
-            inputs[team.rank] = x.array()
             folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
-            for row, target in mine:
-                part = slice(row * columns, (row + 1) * columns)
-                yield from meeting.fold(folder, [meeting.there(each)[part] for each in inputs], [target])
+            yield from meeting.reduce_rows(x, columns, folder, mine)
     yield from meeting.end()

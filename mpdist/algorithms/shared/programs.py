@@ -21,7 +21,7 @@ from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
-    from mpdist.memory import Buffer, Element
+    from mpdist.memory import Buffer
     from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request, Transport
 
@@ -38,9 +38,8 @@ def _reductions(team: Team) -> ModuleType:
     return reduction if team.shared.reach is None else direct
 
 
-def _all_reduces(team: Team, element: Element) -> ModuleType:
-    # Through slots both members reduce everything, which takes longer than moving it where it is of 16 bits.
-    return either if team.shared.reach is not None and team.size == 2 and not element.is_half else _reductions(team)
+def _either(team: Team) -> ModuleType:
+    return either if team.size == 2 and team.shared.reach is not None else _reductions(team)
 
 
 def _exchanges(team: Team) -> ModuleType:
@@ -61,7 +60,7 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     if SmallAllReduce.fits(team, source, how):
         yield SmallAllReduce(team, source, out, how.folder)
     else:
-        yield from _all_reduces(team, out.element).all_reduce(team, source, out, how.op, how.size)
+        yield from _either(team).all_reduce(team, source, out, how.op, how.size)
     return out.owner
 
 
@@ -79,7 +78,7 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.reduce_scatter(transport, x, out, how))
-    yield from _reductions(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
+    yield from _either(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
     return out.owner
 
 

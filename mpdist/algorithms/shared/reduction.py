@@ -19,7 +19,7 @@ import numpy as np
 
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
-from mpdist.algorithms.shared.pair import Pair
+from mpdist.algorithms.shared.pair import Pair, reducing
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, ROUND_BYTES, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import Folder
@@ -204,7 +204,7 @@ def reduce(
     is_consuming = out is not None and task.out_place == PRIVATE
     pair = None
     if team.size == 2 and out is not None and len(receivers) == 2:
-        pair = Pair(team, x, out, (STAGED, CONSUMED), before, ROUND_BYTES)
+        pair = Pair(team, task.x, x.element, (STAGED, CONSUMED), before, ROUND_BYTES)
     if is_staging:
         if not team.are_at(CONSUMED, before - 1):
             yield team.all_at(CONSUMED, before - 1)
@@ -219,9 +219,9 @@ def reduce(
             yield team.all_at(STAGED, number)
         if place == 0:
             task.look_up()
-            if pair is not None and task.is_all_private:
+            if pair is not None and task.is_all_private and task.out is not None:
                 team.note(REDUCED, last)
-                yield from pair.reduce(task.folder, turn)
+                yield from pair.exchange(reducing(team, task.folder, task.x, task.out), turn)
                 return
         if not team.are_at(CONSUMED, number - 2):
             yield team.all_at(CONSUMED, number - 2)

@@ -21,7 +21,7 @@ a member gives up, and whoever waits for it hears of it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -132,7 +132,7 @@ class Team:
         round_bytes: what a member shows in one round at the most.
         last_but_one: the last round that all must have consumed before the next collective begins.
         small: collectives of a single step that are under way, in their order.
-        pace: by which way a pair's private memory goes.
+        paces: of each operation, by which way a pair's private memory goes.
         shown: rounds that its members have shown within collectives so far.
     """
 
@@ -159,7 +159,7 @@ class Team:
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
-        self.pace = Pace()
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
 
     def close(self, together: bool) -> None:
