@@ -18,8 +18,8 @@ class Case(NamedTuple):
 
 
 def mlp() -> nn.Module:
-    """10 million parameters."""
-    widths = [512, 1536, 1536, 1536, 1536, 10]
+    """10.2 million parameters, 2.4 million in each of the four layers from 1536 to 1536."""
+    widths = [512, 1536, 1536, 1536, 1536, 1536, 10]
     layers: list[nn.Module] = []
     for a, b in pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]

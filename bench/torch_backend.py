@@ -9,7 +9,6 @@ both, checks its result, and prints the ratio of times beside its target.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measure import Result, lines, mpi_name, show, summary  # beside this script
+from models import mlp
 
 import mpdist.torch.work
 
@@ -171,9 +171,7 @@ class Bench:
     def ddp(self, case: str, batch: int, target: float) -> Result:
         def model(group: Any) -> nn.Module:
             torch.manual_seed(0)
-            widths = [512, 1536, 1536, 1536, 1536, 1536, 10]
-            layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-            return DistributedDataParallel(nn.Sequential(*layers[:-1]), process_group=group)
+            return DistributedDataParallel(mlp(), process_group=group)
 
         return self.training(case, model, torch.randn(batch, 512), 2, target)
 
