@@ -45,7 +45,11 @@ class Pinned:
     def lend(self, nbytes: int) -> Loan:
         """Memory of at least so many bytes, until the Loan is dropped."""
         for _ in range(len(self._busy)):
-            self.take_back(*self._busy.pop(0))
+            try:
+                busy = self._busy.pop(0)
+            except IndexError:  # another thread was faster
+                break
+            self.take_back(*busy)
         size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
         try:
             block = self._free.setdefault(size, []).pop()
