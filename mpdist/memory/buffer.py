@@ -7,6 +7,8 @@ address, the shape and the NumPy view only when they are asked for.
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast
@@ -64,7 +66,19 @@ class Buffer:
         owner: the user's object, kept alive.
     """
 
-    __slots__ = ("_address", "_kept", "_shape", "count", "device", "element", "exporter", "nbytes", "owner", "readonly")
+    __slots__ = (
+        "_address",
+        "_array",
+        "_kept",
+        "_shape",
+        "count",
+        "device",
+        "element",
+        "exporter",
+        "nbytes",
+        "owner",
+        "readonly",
+    )
 
     def __init__(
         self,
@@ -88,6 +102,7 @@ class Buffer:
         self.owner = owner
         self._address = address
         self._kept = kept
+        self._array: Array | None = None
         self._shape: tuple[int, ...] | None = None
 
     @property
@@ -111,12 +126,15 @@ class Buffer:
 
     def array(self) -> Array:
         """A 1-D NumPy view of the storage dtype, writable if the Buffer is; host memory only."""
-        assert self.device.is_host, f"{self!r} is not in host memory"
-        if self.count == 0:
-            return np.empty(0, self.element.storage)
-        if self.exporter is None:
-            return np.asarray(_Memory(self))
-        return np.frombuffer(cast(Any, self.exporter), self.element.storage)
+        if self._array is None:
+            assert self.device.is_host, f"{self!r} is not in host memory"
+            if self.count == 0:
+                self._array = np.empty(0, self.element.storage)
+            elif self.exporter is None:
+                self._array = np.asarray(_Memory(self))
+            else:
+                self._array = np.frombuffer(cast(Any, self.exporter), self.element.storage)
+        return self._array
 
     def __repr__(self) -> str:
         access = ", read-only" if self.readonly else ""
@@ -124,12 +142,12 @@ class Buffer:
 
 
 class _Memory:
-    """A Buffer's memory as NumPy asks for it; keeps the Buffer alive as long as the view."""
+    """A Buffer's memory as NumPy asks for it; what the Buffer keeps alive lives as long as the view."""
 
-    __slots__ = ("__array_interface__", "_buffer")
+    __slots__ = ("__array_interface__", "_kept")
 
     def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+        self._kept = buffer.owner, buffer._kept
         self.__array_interface__ = {
             "version": 3,
             "data": (buffer.address, buffer.readonly),
@@ -139,6 +157,8 @@ class _Memory:
 
 
 def _address_of(exporter: object) -> int:
+    with suppress(TypeError, ValueError):  # read-only
+        return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, exporter)))  # takes a fifth of the time
     view = np.frombuffer(cast(Any, exporter), np.uint8)
     return int(view.__array_interface__["data"][0])
 

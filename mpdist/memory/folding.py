@@ -18,9 +18,12 @@ import numpy as np
 
 from mpdist.memory.elements import BY_NAME, Array, Element
 from mpdist.memory.half import narrow_into, widen
-from mpdist.memory.half_folding import HalfFolding
+from mpdist.memory.half_folding import Block, HalfFolding
 from mpdist.memory.ops import Factor, ReduceOp, divide, fold, ufunc_of
 from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
+
+# Two sources need no scratch: they and the result are to stay in a core's cache.
+PAIR_BYTES = 2 * BLOCK_BYTES
 
 
 class Folder:
@@ -31,7 +34,7 @@ class Folder:
         factors: what premul_sum multiplies each source by; None: by nothing.
     """
 
-    __slots__ = ("_by_blocks", "_divides", "_half", "_limit", "_ufunc", "element", "factors", "op", "terms")
+    __slots__ = ("_divides", "_half", "_limit", "_ufunc", "element", "factors", "op", "terms")
 
     def __init__(
         self, op: ReduceOp, element: Element, terms: int | None, factors: Sequence[Factor] | None = None
@@ -43,7 +46,6 @@ class Folder:
         self._divides = op.name == "avg" and terms is not None
         self._ufunc: Any = None if op.function is not None else ufunc_of(op)
         self._limit = BLOCK_BYTES // element.itemsize
-        self._by_blocks = element.is_half or self._divides or factors is not None
         self._half: HalfFolding | None = None
         if element.is_half and self._ufunc is not None:
             self._half = HalfFolding(self._ufunc, element, terms if self._divides else None, self.factors)
@@ -74,10 +76,16 @@ class Folder:
             self._by_user(sources, outs)
             return
         with np.errstate(all="ignore"):
-            if len(sources) == 2 and len(outs) == 1 and not self._by_blocks:
-                self._ufunc(sources[0], sources[1], out=outs[0])
-                return
-            block, limit = (self._plain_block, self._limit) if self._half is None else self._half.block(sources, outs)
+            block: Block
+            if self._half is not None:
+                block, limit = self._half.block(sources, outs)
+            elif len(sources) == 2 and self.factors is None:
+                if len(outs) == 1 and not self._divides:
+                    self._ufunc(sources[0], sources[1], outs[0])
+                    return
+                block, limit = self._pair_block, PAIR_BYTES // self.element.itemsize
+            else:
+                block, limit = self._plain_block, self._limit
             count = len(outs[0])
             if count <= limit:
                 block(sources, outs)
@@ -103,6 +111,14 @@ class Folder:
         return acc
 
     # ------------------------------------------------------------------ plain types
+
+    def _pair_block(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
+        out = outs[0]
+        self._ufunc(sources[0], sources[1], out)
+        if self._divides:
+            divide(out, self.terms, out)  # type: ignore[arg-type]  # _divides: there are terms
+        for other in outs[1:]:
+            np.copyto(other, out)
 
     def _plain_block(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
         count = len(outs[0])

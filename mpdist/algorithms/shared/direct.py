@@ -8,8 +8,7 @@ while another copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.calls import OF_HALVES
@@ -35,6 +34,8 @@ COPY_BYTES = 2 * 1024 * 1024
 
 class Meeting:
     """One collective of a team: from the moment when all have told where their arrays are until all are done.
+
+    As a context it is this member's share of the work.
 
     Attributes:
         op: the operation.
@@ -75,14 +76,16 @@ class Meeting:
                 team.give_up()
             raise misfit
 
-    @contextmanager
-    def share(self) -> Iterator[None]:
-        """This member's share of the work; an error waits for the end, for others are still at this one's arrays."""
-        try:
-            yield
-        except (CommunicationError, CollectiveMismatch) as error:
-            self._error = error
-            self.team.note(FAILED, self._round)
+    def __enter__(self) -> None:
+        """This member's share of the work begins."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        """An error of the share waits for the end, for others are still at this one's arrays."""
+        if not isinstance(error, (CommunicationError, CollectiveMismatch)):
+            return False
+        self._error = error
+        self.team.note(FAILED, self._round)
+        return True
 
     def end(self) -> Steps[None]:
         """Done when all are done.
@@ -147,7 +150,9 @@ class Meeting:
         mine = slice(at[team.rank], at[team.rank + 1])
         inputs = self.memory(x, x.count)
         inputs[team.rank] = x.array()
-        outputs = self.memory(x, x.count, OUT_AT)
+        outputs = inputs
+        if out is not x or team.facts(OUT_AT) != team.facts(X_AT):
+            outputs = self.memory(x, x.count, OUT_AT)
         if out is not None:
             outputs[team.rank] = out.array()
         sources = [self.there(each)[mine] for each in inputs]
@@ -167,7 +172,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
     meeting = Meeting(team, "broadcast", x.nbytes, x)
     yield from meeting.begin()
-    with meeting.share():
+    with meeting:
         if x.count:
             *_, cut, _ = cuts(x.count, team.size, team.size)
             mine, itemsize = x.array(), x.element.itemsize
@@ -184,7 +189,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
     meeting = Meeting(team, "all_gather", x.nbytes, x)
     yield from meeting.begin()
-    with meeting.share():
+    with meeting:
         if x.count:
             rows = out.array().reshape(team.size, x.count)
             memory = meeting.memory(x, x.count)
@@ -198,7 +203,7 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
     meeting = Meeting(team, "gather", x.nbytes, x, out)
     yield from meeting.begin()
-    with meeting.share():
+    with meeting:
         if x.count:
             whole: Memory
             whole = (
@@ -213,7 +218,7 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
     meeting = Meeting(team, "scatter", out.nbytes, x)
     yield from meeting.begin()
-    with meeting.share():
+    with meeting:
         if out.count:
             whole: Memory
             whole = x.array() if x is not None else meeting.there(meeting.memory(out, team.size * out.count)[src])
@@ -226,7 +231,7 @@ def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
     meeting = Meeting(team, "all_to_all", x.nbytes, x)
     yield from meeting.begin()
-    with meeting.share():
+    with meeting:
         if x.count:
             width = x.count // team.size
             rows = out.array().reshape(team.size, width)
@@ -250,7 +255,7 @@ def reduce(
     op_name = "reduce" if len(receivers) == 1 else OF_HALVES if x.element.is_half else "all_reduce"
     meeting = Meeting(team, op_name, x.nbytes, x, out)
     yield from meeting.begin(*words_of(op, x.element))
-    with meeting.share():
+    with meeting:
         if x.count:
             folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
             yield from meeting.reduce_slice(x, out, folder, receivers)
@@ -274,7 +279,7 @@ def reduce_scatter(
     """
     meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
     yield from meeting.begin(*words_of(op, x.element))
-    with meeting.share():
+    with meeting:
         if x.count:
             folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
             yield from meeting.reduce_rows(x, columns, folder, mine)

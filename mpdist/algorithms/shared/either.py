@@ -94,7 +94,7 @@ def _reduce(
     else:
         team.note(SHOWN, team.shown)  # which may set back what was shown for a collective that nobody went on with
         team.note(READ, team.shown)
-        with meeting.share():
+        with meeting:
             if shown.size:
                 yield from straight(folder)
         yield from meeting.end()

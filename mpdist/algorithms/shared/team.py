@@ -71,6 +71,9 @@ BLOCK_BYTES = HEAD_BYTES + 2 * SLOT_BYTES + 2 * RESULT_BYTES
 # What a member has in one round where nothing goes through slots.
 DIRECT_BYTES = 2 * 1024 * 1024
 
+# So many arrays of others are kept as what they were looked up as, which takes 3 us; it holds nobody's memory.
+KNOWN_PLACES = 256
+
 PRIVATE = -1
 """In place of an offset: memory that the others cannot reach."""
 
@@ -153,6 +156,7 @@ class Team:
         self._mine = self._lines[self.rank]
         self._others = [line for line in self._lines if line is not self._mine]
         self._peers = [member.world_rank for member in members if member is not members[self.rank]]
+        self._memories: dict[tuple[int, int, int, int], Memory] = {}
         self._slots: dict[int, tuple[list[list[Array]], list[list[Array]]]] = {}
         self._fence = shared.fence
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
@@ -335,13 +339,22 @@ class Team:
 
     def memory(self, member: int, place: int, count: int, element: Element) -> Memory | None:
         """A member's memory at a place; None for PRIVATE."""
-        world_rank = self.members[member].world_rank
-        if place >= 0:
-            return self.shared.array(world_rank, place, count, element.storage)
         if place == PRIVATE:
             return None
+        key = member, place, count, element.code
+        known = self._memories.get(key)
+        if known is None:
+            if len(self._memories) == KNOWN_PLACES:
+                self._memories.clear()
+            known = self._memories[key] = self._memory(*key[:3], element.storage)
+        return known
+
+    def _memory(self, member: int, place: int, count: int, dtype: np.dtype[np.generic]) -> Memory:
+        world_rank = self.members[member].world_rank
+        if place >= 0:
+            return self.shared.array(world_rank, place, count, dtype)
         assert self.shared.reach is not None
-        return Remote(self.shared.reach, world_rank, PRIVATE - place, count, element.storage)
+        return Remote(self.shared.reach, world_rank, PRIVATE - place, count, dtype)
 
     def slots(self, element: Element) -> tuple[list[list[Array]], list[list[Array]]]:
         """Slots for inputs and for reduced parts, as arrays: [round % 2][member]."""
