@@ -1,7 +1,7 @@
 """Memory: what an array is to MPI (Buffer), what it holds (Element), how two are combined (ReduceOp)."""
 
 from mpdist.memory.allocate import allocate, allocate_like
-from mpdist.memory.buffer import HOST, Buffer, Device, is_same, overlap
+from mpdist.memory.buffer import HOST, Buffer, Device, address_of, is_same, overlap
 from mpdist.memory.comparing import from_integers, to_integers
 from mpdist.memory.elements import BY_CODE, BY_DTYPE, BY_NAME, ELEMENTS, Element, element_of
 from mpdist.memory.folding import Folder
@@ -32,6 +32,7 @@ __all__ = [
     "Folder",
     "ReduceOp",
     "ReduceOpLike",
+    "address_of",
     "allocate",
     "allocate_like",
     "as_buffer",

@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import index
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpdist.errors import UsageError
 from mpdist.memory.available import has_room
+from mpdist.memory.buffer import address_of
 from mpdist.memory.elements import Array
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -207,8 +207,3 @@ class Arena:
         first, last = _rounded(start, PAGE_BYTES), end // PAGE_BYTES * PAGE_BYTES
         if last > first and hasattr(mmap, "MADV_REMOVE"):
             self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-
-
-def address_of(memory: Any) -> int:
-    """Of the first byte of something with the buffer protocol."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])

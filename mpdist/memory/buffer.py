@@ -121,7 +121,7 @@ class Buffer:
     def address(self) -> int:
         """Of the first byte; without meaning if nbytes is 0."""
         if self._address is None:
-            self._address = _address_of(self.exporter) if self.nbytes else 0
+            self._address = address_of(self.exporter) if self.nbytes else 0
         return self._address
 
     def array(self) -> Array:
@@ -156,8 +156,9 @@ class _Memory:
         }
 
 
-def _address_of(exporter: object) -> int:
-    with suppress(TypeError, ValueError):  # read-only
+def address_of(exporter: object) -> int:
+    """Of the first byte of something with the buffer protocol."""
+    with suppress(TypeError, ValueError):  # read-only, or empty
         return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, exporter)))  # takes a fifth of the time
     view = np.frombuffer(cast(Any, exporter), np.uint8)
     return int(view.__array_interface__["data"][0])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpdist.errors import CommunicationError
+from mpdist.memory import address_of
 from mpdist.memory.elements import Array
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Reach:
     def _move(self, what: str, world_rank: int, address: int, array: Array) -> None:
         call = self._read if what == "read" else self._write
         mine, theirs = self._mine, self._theirs
-        here, nbytes = array.__array_interface__["data"][0], array.nbytes
+        here, nbytes = address_of(array), array.nbytes
         done = 0
         while done < nbytes:
             mine.base, theirs.base = here + done, address + done
@@ -102,13 +103,13 @@ class Remote:
     def __len__(self) -> int:
         return self.count
 
-    def read_into(self, target: Array) -> None:
-        """Copy all of it."""
-        self._reach.read(self._world_rank, self._address, target)
+    def read_into(self, target: Array, start: int = 0) -> None:
+        """Copy as much as the target takes, from this element on."""
+        self._reach.read(self._world_rank, self._address + start * self._dtype.itemsize, target)
 
-    def write(self, source: Array) -> None:
-        """Overwrite all of it."""
-        self._reach.write(self._world_rank, self._address, source)
+    def write(self, source: Array, start: int = 0) -> None:
+        """Overwrite as much as the source has, from this element on."""
+        self._reach.write(self._world_rank, self._address + start * self._dtype.itemsize, source)
 
 
 def connect(node: Transport) -> Reach | None:

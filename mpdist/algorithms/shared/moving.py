@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Memory: TypeAlias = Array | Remote
 
-# What is read of a remote source at a time, and of all of them: it is to stay in a core's cache (1 to 2 MiB), and one
-# call costs 5 us.
+# What is worked on at a time is to stay in a core's cache (1 to 2 MiB): of one remote source, which is read into
+# scratch memory by calls that cost 5 us each, and of all sources together.
 BLOCK_BYTES = 256 * 1024
 SCRATCH_BYTES = 1024 * 1024
 
@@ -61,34 +61,49 @@ def copy(target: Memory, source: Memory) -> None:
 
 def fold(folder: Folder, sources: Sequence[Memory], outs: Sequence[Memory]) -> None:
     """Reduce sources in their order into all of outs, any of them remote."""
-    remote = sum(type(each) is Remote for each in sources)
-    near = [out for out in outs if type(out) is not Remote]
-    if remote == 0 and len(near) == len(outs):
-        folder.fold(sources, outs)  # type: ignore[arg-type]  # all are arrays
-        return
-    dtype = folder.element.storage
-    rows = remote + (not near)
     count = len(outs[0])
-    width = min(count, max(1, block_bytes(remote) // dtype.itemsize))
-    scratch = _SCRATCH.rows(rows, width, dtype)
-    for start in range(0, count, width):
-        part = slice(start, min(start + width, count))
-        _fold_block(folder, [each[part] for each in sources], [each[part] for each in outs], scratch)
+    folding = Folding(folder, sources, outs)
+    for start in range(0, count, folding.width):
+        folding.fold(start, min(start + folding.width, count))
 
 
-def _fold_block(folder: Folder, sources: list[Memory], outs: list[Memory], scratch: list[Array]) -> None:
-    count = len(outs[0])
-    free = iter(scratch)
-    arrays: list[Array] = []
-    for source in sources:
-        if isinstance(source, Remote):
-            room = next(free)[:count]
-            source.read_into(room)
-            arrays.append(room)
-        else:
-            arrays.append(source)
-    near = [out for out in outs if not isinstance(out, Remote)] or [scratch[-1][:count]]
-    folder.fold(arrays, near)
-    for out in outs:
-        if isinstance(out, Remote):
-            out.write(near[0])
+class Folding:
+    """Sources to be reduced in their order into all of outs, any of them remote, part by part.
+
+    Attributes:
+        width: elements of a part at the most.
+    """
+
+    def __init__(self, folder: Folder, sources: Sequence[Memory], outs: Sequence[Memory]) -> None:
+        self._folder = folder
+        self._sources: Sequence[Any] = sources
+        self._outs: Sequence[Any] = outs
+        remote = sum(type(each) is Remote for each in sources)
+        self._near: list[Any] = [out for out in outs if type(out) is not Remote]
+        self._is_near = remote == 0 and len(self._near) == len(outs)
+        dtype = folder.element.storage
+        nbytes = SCRATCH_BYTES // len(sources) if self._is_near else block_bytes(remote)
+        self.width = max(1, nbytes // dtype.itemsize)
+        if not self._is_near:
+            width = min(self.width, len(outs[0]))
+            self._scratch = _SCRATCH.rows(remote + (not self._near), width, dtype)
+
+    def fold(self, start: int, end: int) -> None:
+        """Reduce a part."""
+        if self._is_near:
+            self._folder.fold([each[start:end] for each in self._sources], [each[start:end] for each in self._near])
+            return
+        rooms = iter(self._scratch)
+        arrays: list[Array] = []
+        for source in self._sources:
+            if type(source) is Remote:
+                room = next(rooms)[: end - start]
+                source.read_into(room, start)
+                arrays.append(room)
+            else:
+                arrays.append(source[start:end])
+        near = [each[start:end] for each in self._near] or [self._scratch[-1][: end - start]]
+        self._folder.fold(arrays, near)
+        for out in self._outs:
+            if type(out) is Remote:
+                out.write(near[0], start)
