@@ -1,9 +1,9 @@
 """Ways: reductions of two ranks' private arrays by either way, by the one that is chosen, and by mpi4py.
 
-    python bench/ways.py [--rounds 15] [--json FILE]
+    python bench/ways.py [--rounds 15] [--ops OP,...] [--json FILE]
 
 starts itself on 2 ranks with the environment's MPI. The same array again and again,
-so it is in the caches where they hold it. Sizes are those of the input. Medians in
+so it is in the caches where they hold it. Sizes are those of x. Medians in
 microseconds, and what the chosen way takes of mpi4py's blocking call. mpdist/algorithms/shared/either.py has the
 two ways; bench/caches.py shows why now the one and now the other is faster.
 """
@@ -36,41 +36,42 @@ LEAST_CALLS = 3
 
 
 class Arrays(NamedTuple):
-    """What one contender works on."""
+    """What one contender works on; a row is half of x."""
 
     x: np.ndarray
     row: np.ndarray
 
 
-def all_reduce(comm: mpdist.Communicator, arrays: Arrays) -> mpdist.Work:
-    return comm.all_reduce(arrays.x)
+Ours = Callable[[mpdist.Communicator, Arrays], mpdist.Work]
+Theirs = Callable[[Any, Arrays], None]
 
-
-def reduce_scatter(comm: mpdist.Communicator, arrays: Arrays) -> mpdist.Work:
-    return comm.reduce_scatter(arrays.x, out=arrays.row)
-
-
-OPERATIONS: dict[str, tuple[Callable[..., mpdist.Work], Callable[[Any, Arrays], None]]] = {
-    "all_reduce": (all_reduce, lambda mpi, arrays: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, arrays.x)),
-    "reduce_scatter": (reduce_scatter, lambda mpi, arrays: mpi.COMM_WORLD.Reduce_scatter_block(arrays.x, arrays.row)),
+OPERATIONS: dict[str, tuple[Ours, Theirs]] = {
+    "all_reduce": (lambda comm, a: comm.all_reduce(a.x), lambda mpi, a: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, a.x)),
+    "reduce_scatter": (
+        lambda comm, a: comm.reduce_scatter(a.x, out=a.row),
+        lambda mpi, a: mpi.COMM_WORLD.Reduce_scatter_block(a.x, a.row),
+    ),
 }
 
 
 async def forced(world: mpdist.Communicator, through_slots: bool) -> mpdist.Communicator:
     """A duplicate on which all go one way."""
     comm = await world.dup()
-    x = np.zeros(SIZES[0] // 4, np.float32)
-    for op, (ours, _) in OPERATIONS.items():
-        await ours(comm, Arrays(x, x[: x.size // 2].copy()))
-        pace: Any = comm._channel.team.paces[op]  # type: ignore[union-attr]  # made by the first call
-        pace.is_through_slots = lambda nbytes: through_slots
+    await comm.all_reduce(np.zeros(SIZES[0] // 4, np.float32))
+    paces: Any = comm._channel.team.paces  # type: ignore[union-attr]  # made by the first call
+    for op in OPERATIONS:
+        paces[op].is_through_slots = lambda nbytes: through_slots
     return comm
+
+
+def arrays_of(count: int) -> Arrays:
+    return Arrays(np.zeros(count, np.float32), np.zeros(count // 2, np.float32))
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     comms = {"straight": await forced(world, False), "slots": await forced(world, True), "chosen": world}
     lines = []
-    for op in OPERATIONS:
+    for op in options.ops.split(","):
         for nbytes in SIZES:
             medians = await measured(comms, op, nbytes, options.rounds)
             line = {"case": f"{op} {nbytes // KIB} KiB", "mpi": mpi_name(), **medians}
@@ -90,9 +91,7 @@ async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, 
 
     ours, theirs = OPERATIONS[op]
     count = nbytes // 4
-    contenders = {
-        name: Arrays(np.zeros(count, np.float32), np.zeros(count // 2, np.float32)) for name in [*comms, "mpi4py"]
-    }
+    contenders = {name: arrays_of(count) for name in [*comms, "mpi4py"]}
     calls = max(LEAST_CALLS, ROW_BYTES // nbytes)
     micro: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -111,6 +110,7 @@ async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ops", default=",".join(OPERATIONS))
     parser.add_argument("--json", default="")
     parsed = parser.parse_args()
     if "MPDIST_BENCH_RANK" in os.environ:

@@ -33,7 +33,7 @@ async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: py
     async with forced(comm, SHARED) as made:
         for number in range(300):
             count = order.choice(COUNTS)
-            kind = order.randrange(8)
+            kind = order.randrange(10)
             expected = 2.0 * number + 1
             x = np.full(count, number + made.rank, np.float16 if kind == 0 else np.float32)
             if kind == 1 and made.rank == number % 2:
@@ -46,12 +46,15 @@ async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: py
                 out = np.empty_like(x)
                 assert (await made.all_reduce(x, out=out, deterministic=number % 2 == 0) == expected).all()
                 assert (x == number + made.rank).all()
-            elif kind >= 6:
-                rows = np.stack([x, x + 1])
-                assert (
-                    await made.reduce_scatter(rows.astype(np.float16 if kind == 7 else np.float32))
-                    == expected + 2 * made.rank
-                ).all()
+            elif kind in (6, 7):
+                rows = np.stack([x, x + 1]).astype(np.float16 if kind == 7 else np.float32)
+                assert (await made.reduce_scatter(rows) == expected + 2 * made.rank).all()
+            elif kind == 8:
+                gathered = await made.all_gather(x)
+                assert (gathered.reshape(2, count) == [[number], [number + 1]]).all()
+            elif kind == 9:
+                rows = np.stack([x, x + 10])
+                assert (await made.all_to_all(rows) == np.array([[number], [number + 1]]) + 10 * made.rank).all()
             elif kind == 4:
                 small = [made.all_reduce(np.ones(3)) for _ in range(3)]
                 assert (await made.all_reduce(x) == expected).all()

@@ -36,7 +36,7 @@ class Meeting:
     As a context it is this member's share of the work.
 
     Attributes:
-        op: the operation.
+        op, nbytes: of the call.
         is_private: this member's arrays are not in memory that the others map.
     """
 
@@ -44,7 +44,7 @@ class Meeting:
         """Take what must be the same on all members, see Team.misfit, and what others may reach."""
         self.team = team
         self.op = op
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
         self._places = place, place if out is x else PRIVATE if out is None else team.place_of(out)
@@ -61,7 +61,7 @@ class Meeting:
         team = self.team
         if not team.is_free():
             yield team.free()
-        self._round = team.begin(1, self.op, self._nbytes, *self._places, *facts) + 1
+        self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts) + 1
         team.tell(STAGED, self._round)
         if not team.are_at(STAGED, self._round):
             yield team.all_at(STAGED, self._round)
@@ -165,6 +165,14 @@ class Meeting:
             part = slice(row * columns, (row + 1) * columns)
             yield from self.fold(folder, [self.there(each)[part] for each in inputs], [target])
 
+    def gather_rows(self, x: Buffer, kept: Array, rows: Array, part: slice) -> Steps[None]:
+        """What is kept into this member's row, and a part of x of each other into its row."""
+        team, itemsize = self.team, x.element.itemsize
+        memory = self.memory(x, x.count)
+        yield from self.copy(rows[team.rank], kept, itemsize)
+        for member in team.after_own():
+            yield from self.copy(rows[member], self.there(memory[member])[part], itemsize)
+
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
@@ -190,10 +198,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     with meeting:
         if x.count:
             rows = out.array().reshape(team.size, x.count)
-            memory = meeting.memory(x, x.count)
-            yield from meeting.copy(rows[team.rank], x.array(), x.element.itemsize)
-            for member in team.after_own():
-                yield from meeting.copy(rows[member], meeting.there(memory[member]), x.element.itemsize)
+            yield from meeting.gather_rows(x, x.array(), rows, slice(0, x.count))
     yield from meeting.end()
 
 
@@ -234,10 +239,7 @@ def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
             width = x.count // team.size
             rows = out.array().reshape(team.size, width)
             mine = slice(team.rank * width, (team.rank + 1) * width)
-            memory = meeting.memory(x, x.count)
-            yield from meeting.copy(rows[team.rank], x.array()[mine], x.element.itemsize)
-            for member in team.after_own():
-                yield from meeting.copy(rows[member], meeting.there(memory[member])[mine], x.element.itemsize)
+            yield from meeting.gather_rows(x, x.array()[mine], rows, mine)
     yield from meeting.end()
 
 

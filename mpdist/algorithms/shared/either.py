@@ -3,40 +3,69 @@
 Straight, as in `direct`; or, where both have private memory, through slots, as in
 `pair`. Both are one round to the team, so members that call something else are
 found alike, and both give the same bits.
+
+Through slots each member reduces everything in an all_reduce: as many bytes move
+from core to core as with a slice each, in half the steps. 16-bit numbers take
+longer to add than to move, so of these each reduces a slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpdist.algorithms.shared import direct
+from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.direct import Meeting
-from mpdist.algorithms.shared.pair import Pair, reducing
-from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, factors_of, words_of
+from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
+from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, factors_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN, SLOT_BYTES
 from mpdist.memory import Folder
+from mpdist.memory.elements import Array
 
 if TYPE_CHECKING:
     from mpdist.algorithms.shared.pace import Pace
     from mpdist.algorithms.shared.team import Team
     from mpdist.memory import Buffer, Element, ReduceOp
-    from mpdist.memory.elements import Array
     from mpdist.progress.collective import Steps
+
+
+class Passage(NamedTuple):
+    """What passes through slots at a time.
+
+    Attributes:
+        shown: what the other member takes.
+        taken: so many elements the other shows.
+    """
+
+    shown: Array
+    taken: int
 
 
 def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | None) -> Steps[None]:
     """Reduce x over both members into out of both."""
-    if x.element.is_half:  # reducing everything on both takes longer than moving it where it is of 16 bits
-        return direct.all_reduce(team, x, out, op, terms)
     own = x.array()
-    meeting = Meeting(team, "all_reduce", x.nbytes, x, out)
+    to = own if out is x else out.array()
+    meeting = Meeting(team, OF_HALVES if x.element.is_half else "all_reduce", x.nbytes, x, out)
+    passages = [Passage(own, x.count)]
+    at = cuts(x.count, 2, 2)
+    slices = slice(at[0], at[1]), slice(at[1], at[2])
+    mine, theirs = slices[team.rank], slices[1 - team.rank]
+    if x.element.is_half:
+        passages = [Passage(own[theirs], to[mine].size), Passage(to[mine], to[theirs].size)]
 
-    def straight(folder: Folder) -> Steps[None]:
-        return meeting.reduce_slice(x, out, folder, range(team.size))
+    def folder() -> Folder:
+        return Folder(op, x.element, terms, factors_of(team, op, x.element))
 
-    return _reduce(meeting, own, own, own if out is x else out.array(), x.element, op, terms, straight)
+    def takes() -> list[Take]:
+        if x.element.is_half:
+            return [reducing(team, folder(), own[mine], to[mine]), copying(to[theirs])]
+        return [reducing(team, folder(), own, to)]
+
+    def straight() -> Steps[None]:
+        return meeting.reduce_slice(x, out, folder(), range(team.size))
+
+    return _either(meeting, x.element, passages, takes, straight, words_of(op, x.element))
 
 
 def reduce_scatter(
@@ -47,68 +76,87 @@ def reduce_scatter(
     rows = x.array()[:columns], x.array()[columns:]
     meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
 
-    def straight(folder: Folder) -> Steps[None]:
-        return meeting.reduce_rows(x, columns, folder, mine)
+    def folder() -> Folder:
+        return Folder(op, x.element, terms, factors_of(team, op, x.element))
 
-    return _reduce(meeting, rows[1 - row], rows[row], out, x.element, op, terms, straight)
+    def takes() -> list[Take]:
+        return [reducing(team, folder(), rows[row], out)]
+
+    def straight() -> Steps[None]:
+        return meeting.reduce_rows(x, columns, folder(), mine)
+
+    return _either(meeting, x.element, [Passage(rows[1 - row], columns)], takes, straight, words_of(op, x.element))
 
 
-def _reduce(
+def _either(
     meeting: Meeting,
-    shown: Array,
-    own: Array,
-    out: Array,
     element: Element,
-    op: ReduceOp,
-    terms: int | None,
-    straight: Callable[[Folder], Steps[None]],
+    passages: Sequence[Passage],
+    takes: Callable[[], list[Take]],
+    straight: Callable[[], Steps[None]],
+    factor: tuple[int, int],
 ) -> Steps[None]:
-    """Reduce what the other shows and this member's own into out.
+    """One reduction.
 
     Args:
-        shown: what the other needs of this member.
+        takes: what to do with each passage; once all have met.
         straight: does the same without slots.
+        factor: the words of premul_sum's.
     """
     team = meeting.team
-    nbytes = shown.size * element.itemsize
     pace: Pace = team.paces[meeting.op]
-    pair, seconds = None, 0.0
-    if pace.is_through_slots(nbytes):
+    pairs: list[Pair] = []
+    seconds = 0.0
+    if pace.is_through_slots(meeting.nbytes):
         if not team.is_free():
             yield team.free()
-        pair = Pair(team, shown, element, (SHOWN, READ), team.shown, SLOT_BYTES)
-        # The slot of its last round is that of a collective of one round, so that the next need not wait for the end.
-        pair.side = (team.rounds + pair.rounds) % 2
+        pairs = _pairs(team, element, passages)
         if meeting.is_private:
-            seconds = yield from _stage(team, pair)
-    yield from meeting.begin(*words_of(op, element), pace.word)
+            seconds = yield from _stage_first(team, pairs)
+    yield from meeting.begin(*factor, pace.word)
     pace.hear(team.facts(PACE)[0])
     are_private = max(*team.facts(X_AT), *team.facts(OUT_AT)) < 0
-    folder = Folder(op, element, terms, factors_of(team, op, element))
     start = perf_counter()
-    if pair is not None:
-        team.shown += pair.rounds
-    if pair is not None and are_private:
-        yield from pair.exchange(reducing(team, folder, own, out), meeting.turn)
+    team.shown += sum(pair.rounds for pair in pairs)
+    if pairs and are_private:
+        for pair, take in zip(pairs, takes(), strict=True):
+            if pair is not pairs[0]:
+                yield from pair.begin()
+            yield from pair.exchange(take, meeting.turn)
         yield from _leave(team)
     else:
         team.note(SHOWN, team.shown)  # which may set back what was shown for a collective that nobody went on with
         team.note(READ, team.shown)
         with meeting:
-            if shown.size:
-                yield from straight(folder)
+            if meeting.nbytes:
+                yield from straight()
         yield from meeting.end()
-    if team.rank == 0 and are_private and shown.size:
-        pace.took(nbytes, pair is not None, seconds + perf_counter() - start - meeting.turn.away)
+    if team.rank == 0 and are_private and meeting.nbytes:
+        pace.took(meeting.nbytes, bool(pairs), seconds + perf_counter() - start - meeting.turn.away)
 
 
-def _stage(team: Team, pair: Pair) -> Steps[float]:
+def _pairs(team: Team, element: Element, passages: Sequence[Passage]) -> list[Pair]:
+    """One after the other, with the slots by turns."""
+    pairs: list[Pair] = []
+    shown = team.shown
+    for passage in passages:
+        pairs.append(Pair(team, *passage, element, (SHOWN, READ), shown, SLOT_BYTES))
+        shown += pairs[-1].rounds
+    # The slot of the last round is that of a collective of one round, so that the next need not wait for the end.
+    side = (team.rounds + shown - team.shown) % 2
+    for pair in pairs:
+        pair.side = side
+        side = (side + pair.rounds) % 2
+    return pairs
+
+
+def _stage_first(team: Team, pairs: Sequence[Pair]) -> Steps[float]:
     """Show the first round before all meet; the team is free. Returns the seconds that it took."""
-    ready = team.rounds - pair.rounds % 2
+    ready = team.rounds - sum(pair.rounds for pair in pairs) % 2
     if not team.are_at(CONSUMED, ready):
         yield team.all_at(CONSUMED, ready)
     start = perf_counter()
-    pair.stage(0)
+    pairs[0].stage(0)
     team.note(SHOWN, team.shown + 1)
     return perf_counter() - start
 

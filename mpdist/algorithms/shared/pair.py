@@ -1,8 +1,4 @@
-"""Pair: two members show each other private memory through slots, and take what the other shows.
-
-In an all_reduce each shows all and reduces everything: as many bytes move from core
-to core as with a slice each, in half the steps.
-"""
+"""Pair: two members show each other private memory through slots, and take what the other shows."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ Take: TypeAlias = Callable[[int, int, Array], None]
 
 
 class Pair:
-    """This member's part of one such collective, round by round.
+    """One such passage of this member, round by round.
 
     Attributes:
         rounds: as many as it takes.
@@ -32,29 +28,38 @@ class Pair:
     """
 
     def __init__(
-        self, team: Team, shown: Array, element: Element, words: tuple[int, int], before: int, nbytes: int
+        self, team: Team, shown: Array, taken: int, element: Element, words: tuple[int, int], before: int, nbytes: int
     ) -> None:
         """Make nothing known yet.
 
         Args:
-            shown: as much as the other shows.
+            shown: what the other takes.
+            taken: so many elements the other shows.
             words: in which a member tells up to which round it has shown its part, and read the other's.
             before: the round in these words before the first.
             nbytes: what is shown in a round; it fits into a slot.
         """
         self._team = team
-        self._parts = shown
+        self._all = shown
+        self._taken = taken
         self._slots = team.slots(element)[0]
         self._shown, self._read = words
         self._before = before
         self.side = (before + 1) % 2
         self._width = nbytes // element.itemsize
-        self.rounds = max(1, -(-shown.size // self._width))
+        self.rounds = max(1, -(-max(shown.size, taken) // self._width))
 
     def stage(self, place: int) -> None:
         """Show a round's part; its slot is free."""
-        start, end = self._span(place)
-        np.copyto(self._slot(place, self._team.rank)[: end - start], self._parts[start:end])
+        start, end = self._span(place, self._all.size)
+        np.copyto(self._slot(place, self._team.rank)[: end - start], self._all[start:end])
+
+    def begin(self) -> Steps[None]:
+        """Show the first round, after another passage."""
+        if not self._team.are_at(self._read, self._before - 1):
+            yield self._team.all_at(self._read, self._before - 1)
+        self.stage(0)
+        self._team.tell(self._shown, self._before + 1)
 
     def exchange(self, take: Take, turn: Turn) -> Steps[None]:
         """All rounds; the first is staged and told, and the slot of the second is free."""
@@ -70,7 +75,7 @@ class Pair:
                     yield turn
             if not team.are_at(self._shown, number):
                 yield team.all_at(self._shown, number)
-            start, end = self._span(place)
+            start, end = self._span(place, self._taken)
             take(start, end, self._slot(place, 1 - team.rank)[: end - start])
             team.tell(self._read, number)
             if turn.is_over:
@@ -79,9 +84,9 @@ class Pair:
     def _slot(self, place: int, member: int) -> Array:
         return self._slots[(self.side + place) % 2][member]
 
-    def _span(self, place: int) -> tuple[int, int]:
-        start = place * self._width
-        return start, min(start + self._width, self._parts.size)
+    def _span(self, place: int, count: int) -> tuple[int, int]:
+        start = min(place * self._width, count)
+        return start, min(start + self._width, count)
 
 
 def reducing(team: Team, folder: Folder, own: Array, out: Array) -> Take:
@@ -91,5 +96,14 @@ def reducing(team: Team, folder: Folder, own: Array, out: Array) -> Take:
     def take(start: int, end: int, theirs: Array) -> None:
         mine = own[start:end]
         folder.fold((theirs, mine) if rank else (mine, theirs), (out[start:end],))
+
+    return take
+
+
+def copying(target: Array) -> Take:
+    """Copy what the other shows."""
+
+    def take(start: int, end: int, theirs: Array) -> None:
+        np.copyto(target[start:end], theirs)
 
     return take

@@ -204,7 +204,7 @@ def reduce(
     is_consuming = out is not None and task.out_place == PRIVATE
     pair = None
     if team.size == 2 and out is not None and len(receivers) == 2:
-        pair = Pair(team, task.x, x.element, (STAGED, CONSUMED), before, ROUND_BYTES)
+        pair = Pair(team, task.x, x.count, x.element, (STAGED, CONSUMED), before, ROUND_BYTES)
     if is_staging:
         if not team.are_at(CONSUMED, before - 1):
             yield team.all_at(CONSUMED, before - 1)
