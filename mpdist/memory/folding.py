@@ -81,7 +81,7 @@ class Folder:
                 block, limit = self._half.block(sources, outs)
             elif len(sources) == 2 and self.factors is None:
                 if len(outs) == 1 and not self._divides:
-                    self._ufunc(sources[0], sources[1], outs[0])
+                    self._ufunc(sources[0], sources[1], out=outs[0])
                     return
                 block, limit = self._pair_block, PAIR_BYTES // self.element.itemsize
             else:
@@ -114,7 +114,7 @@ class Folder:
 
     def _pair_block(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
         out = outs[0]
-        self._ufunc(sources[0], sources[1], out)
+        self._ufunc(sources[0], sources[1], out=out)
         if self._divides:
             divide(out, self.terms, out)  # type: ignore[arg-type]  # _divides: there are terms
         for other in outs[1:]:

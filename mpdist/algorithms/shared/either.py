@@ -47,25 +47,29 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     own = x.array()
     to = own if out is x else out.array()
     meeting = Meeting(team, OF_HALVES if x.element.is_half else "all_reduce", x.nbytes, x, out)
-    passages = [Passage(own, x.count)]
-    at = cuts(x.count, 2, 2)
-    slices = slice(at[0], at[1]), slice(at[1], at[2])
-    mine, theirs = slices[team.rank], slices[1 - team.rank]
-    if x.element.is_half:
-        passages = [Passage(own[theirs], to[mine].size), Passage(to[mine], to[theirs].size)]
 
     def folder() -> Folder:
         return Folder(op, x.element, terms, factors_of(team, op, x.element))
 
-    def takes() -> list[Take]:
-        if x.element.is_half:
-            return [reducing(team, folder(), own[mine], to[mine]), copying(to[theirs])]
-        return [reducing(team, folder(), own, to)]
-
     def straight() -> Steps[None]:
         return meeting.reduce_slice(x, out, folder(), range(team.size))
 
-    return _either(meeting, x.element, passages, takes, straight, words_of(op, x.element))
+    if not x.element.is_half:
+
+        def take_all() -> list[Take]:
+            return [reducing(team, folder(), own, to)]
+
+        return _either(meeting, x.element, [Passage(own, x.count)], take_all, straight, words_of(op, x.element))
+
+    at = cuts(x.count, 2, 2)
+    slices = slice(at[0], at[1]), slice(at[1], at[2])
+    mine, theirs = slices[team.rank], slices[1 - team.rank]
+    passages = [Passage(own[theirs], to[mine].size), Passage(to[mine], to[theirs].size)]
+
+    def take_slices() -> list[Take]:
+        return [reducing(team, folder(), own[mine], to[mine]), copying(to[theirs])]
+
+    return _either(meeting, x.element, passages, take_slices, straight, words_of(op, x.element))
 
 
 def reduce_scatter(

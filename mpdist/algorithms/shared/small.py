@@ -72,9 +72,8 @@ class SmallAllReduce:
         if not team.agree(self._call_at, self._call):
             self._fail(team)
         count = self._count
-        sources = [slot[:count] for slot in self._slots]
-        sources[team.rank] = self._x
-        self._folder.fold(sources, (self._out,))
+        # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
+        self._folder.fold([slot[:count] for slot in self._slots], (self._out,))
         self._end(team)
         return True
 
