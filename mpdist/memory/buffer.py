@@ -126,15 +126,19 @@ class Buffer:
 
     def array(self) -> Array:
         """A 1-D NumPy view of the storage dtype, writable if the Buffer is; host memory only."""
-        if self._array is None:
-            assert self.device.is_host, f"{self!r} is not in host memory"
-            if self.count == 0:
-                self._array = np.empty(0, self.element.storage)
-            elif self.exporter is None:
-                self._array = np.asarray(_Memory(self))
-            else:
-                self._array = np.frombuffer(cast(Any, self.exporter), self.element.storage)
-        return self._array
+        if self._array is not None:
+            return self._array
+        assert self.device.is_host, f"{self!r} is not in host memory"
+        if self.count == 0:
+            array: Array = np.empty(0, self.element.storage)
+        elif self.exporter is None:
+            array = np.asarray(_Memory(self))
+        else:
+            array = np.frombuffer(cast(Any, self.exporter), self.element.storage)
+            if type(self.exporter) is not np.ndarray:
+                return array  # not kept: a bytearray, say, can't be resized as long as there is a view
+        self._array = array
+        return array
 
     def __repr__(self) -> str:
         access = ", read-only" if self.readonly else ""

@@ -61,7 +61,7 @@ class Folder:
         types 0.2 to 0.3 ms where torch is loaded, else 0.5 (bfloat16), 0.9 (float16) and 3 (float16 with infinities or
         NaNs, or with an average of other than 2, 4, 8, ... terms). Each further source takes half as much again.
         NumPy and torch give other threads the GIL in each of their calls, which last less than 0.1 ms; only two plain
-        sources into one destination are done in one call, however long they are.
+        sources into one destination, but for avg, are done in one call, however long they are.
 
         Args:
             sources: one or more 1-D arrays of one length and the element's storage dtype; for 16-bit types

@@ -64,13 +64,24 @@ def on_fork(disarm: Callable[[], None] | None) -> None:
     _disarm = disarm
 
 
+class _Forking(threading.local):
+    """Of each fork that this thread is in, for one hook may fork again: the signals that were blocked before."""
+
+    def __init__(self) -> None:
+        self.blocked: list[set[signal.Signals] | None] = []
+
+
+_forking = _Forking()
+
+
 def _before() -> None:
+    _forking.blocked.append(None if _disarm is None else signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # type: ignore[arg-type]  # or numbers
     if _disarm is not None:
-        _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # a handler may raise in here: what was blocked is known
 
 
-def _in_parent() -> None:
-    blocked, _forking.blocked = getattr(_forking, "blocked", None), None
+def _unblock() -> None:
+    blocked = _forking.blocked.pop()
     if blocked is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -80,11 +91,10 @@ def _in_child() -> None:
         if _disarm is not None:
             _disarm()
     finally:
-        _in_parent()
+        _unblock()
 
 
-_forking = threading.local()
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_unblock, after_in_child=_in_child)
 
 
 def prevent_finalize(status: Callable[[], object]) -> None:

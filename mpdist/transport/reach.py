@@ -140,7 +140,7 @@ def _all_reached(node: Transport) -> bool:
     """Whether every rank can read every other's token, and write to it."""
     token = np.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), np.uint8)
     marks = np.zeros(node.size, np.uint8)
-    facts = (os.getpid(), _address(token), _address(marks), token.tobytes())
+    facts = (os.getpid(), address_of(token), address_of(marks), token.tobytes())
     everyone = node.all_gather_now(facts)
     is_read = all(_reads(rank, *other) for rank, other in enumerate(everyone) if rank != node.rank)
     if not all(node.all_gather_now(is_read)):
@@ -168,7 +168,3 @@ def _tried(reach: Reach, rank: int, address: int, mark: Array) -> None:
         reach.write(rank, address, mark)
     except CommunicationError:
         return  # the mark is missed by its reader
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -25,7 +25,7 @@ class Way:
         forced: the only algorithm; None: chosen by size.
         ranks_per_node: so many ranks are taken for a node; 0: as it is.
         has_reach: whether private memory of others is reached through the kernel, where it allows that; else slots.
-        changes: an all_reduce of two members goes straight and through slots by turns, as if each were faster in turn.
+        changes: a reduction of two members goes straight and through slots by turns, as if each were faster in turn.
     """
 
     forced: Algorithm | None
@@ -84,7 +84,7 @@ def replaced(comm: Communicator, way: Way) -> Iterator[None]:
 
 
 def _by_turns(pace: Pace, _: int) -> bool:
-    """Twice through slots, once not; asked once for each all_reduce."""
+    """Twice through slots, once not; asked once for each collective."""
     pace.calls = getattr(pace, "calls", -1) + 1  # type: ignore[attr-defined]  # of these tests
     return pace.calls % 3 < 2  # type: ignore[attr-defined, no-any-return]  # as above
 

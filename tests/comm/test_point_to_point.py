@@ -418,6 +418,15 @@ async def test_bfloat16_is_received_into_a_tensor_only(comm: Communicator) -> No
     assert_values(library.read(out), numbers(5, "bfloat16", before(comm)), "tensor")
 
 
+async def test_target_of_a_finished_receive_may_be_resized(comm: Communicator) -> None:
+    target = bytearray(100)
+    received = comm.recv(target, comm.rank)
+    await comm.send(np.arange(100, dtype=np.uint8), comm.rank)
+    await received
+    target.extend(b"more")
+    assert target[98:] == b"bcmore"
+
+
 # ---------------------------------------------------------------------- objects
 
 OBJECTS: dict[str, Any] = {

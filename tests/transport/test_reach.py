@@ -92,5 +92,5 @@ def test_another_process_of_that_number_is_not_taken(comm: Communicator, monkeyp
     """As where ranks are in containers that number their processes themselves: the token is not there."""
     if comm.rank == 1:
         wrong = np.frombuffer(bytearray(64), np.uint8)
-        monkeypatch.setattr(reach, "_address", lambda array: address_of(wrong))
+        monkeypatch.setattr(reach, "address_of", lambda array: address_of(wrong))
     assert reach.connect(comm._channel.transport) is None

@@ -24,7 +24,6 @@ from mpdist.memory import Folder
 from mpdist.memory.elements import Array
 
 if TYPE_CHECKING:
-    from mpdist.algorithms.shared.pace import Pace
     from mpdist.algorithms.shared.team import Team
     from mpdist.memory import Buffer, Element, ReduceOp
     from mpdist.progress.collective import Steps
@@ -108,7 +107,7 @@ def _either(
         factor: the words of premul_sum's.
     """
     team = meeting.team
-    pace: Pace = team.paces[meeting.op]
+    pace = team.paces[meeting.op, element.is_half]
     pairs: list[Pair] = []
     seconds = 0.0
     if pace.is_through_slots(meeting.nbytes):
@@ -129,7 +128,8 @@ def _either(
             yield from pair.exchange(take, meeting.turn)
         yield from _leave(team)
     else:
-        team.note(SHOWN, team.shown)  # which may set back what was shown for a collective that nobody went on with
+        # SHOWN may go back: what was shown for a collective that nobody went on with.
+        team.note(SHOWN, team.shown)
         team.note(READ, team.shown)
         with meeting:
             if meeting.nbytes:

@@ -27,9 +27,9 @@ BLOCK_BYTES = 256 * 1024
 SCRATCH_BYTES = 1024 * 1024
 
 
-def block_bytes(sources: int) -> int:
-    """How much of each of so many sources is worked on at a time."""
-    return min(BLOCK_BYTES, SCRATCH_BYTES // max(1, sources))
+def block_bytes(remote: int) -> int:
+    """How much of each source is worked on at a time where so many of them are remote."""
+    return min(BLOCK_BYTES, SCRATCH_BYTES // max(1, remote))
 
 
 class _Scratch(threading.local):

@@ -48,7 +48,7 @@ class _Size:
 
 
 class Pace:
-    """Of one team; all its members know the same.
+    """Of one operation of a team; all its members know the same.
 
     Attributes:
         word: by which way each size is to go the next time, a bit for each; to be told by the first member.

@@ -62,7 +62,7 @@ class Pair:
         self._team.tell(self._shown, self._before + 1)
 
     def exchange(self, take: Take, turn: Turn) -> Steps[None]:
-        """All rounds; the first is staged and told, and the slot of the second is free."""
+        """All rounds; the first is staged and told."""
         team = self._team
         for place in range(self.rounds):
             number = self._before + place + 1
@@ -76,7 +76,8 @@ class Pair:
             if not team.are_at(self._shown, number):
                 yield team.all_at(self._shown, number)
             start, end = self._span(place, self._taken)
-            take(start, end, self._slot(place, 1 - team.rank)[: end - start])
+            if end > start:
+                take(start, end, self._slot(place, 1 - team.rank)[: end - start])
             team.tell(self._read, number)
             if turn.is_over:
                 yield turn

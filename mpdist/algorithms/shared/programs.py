@@ -38,7 +38,7 @@ def _reductions(team: Team) -> ModuleType:
     return reduction if team.shared.reach is None else direct
 
 
-def _either(team: Team) -> ModuleType:
+def _two_ways(team: Team) -> ModuleType:
     return either if team.size == 2 and team.shared.reach is not None else _reductions(team)
 
 
@@ -60,7 +60,7 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     if SmallAllReduce.fits(team, source, how):
         yield SmallAllReduce(team, source, out, how.folder)
     else:
-        yield from _either(team).all_reduce(team, source, out, how.op, how.size)
+        yield from _two_ways(team).all_reduce(team, source, out, how.op, how.size)
     return out.owner
 
 
@@ -78,7 +78,7 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.reduce_scatter(transport, x, out, how))
-    yield from _either(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
+    yield from _two_ways(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
     return out.owner
 
 

@@ -63,8 +63,8 @@ HEAD_BYTES = 192
 # core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
 ROUND_BYTES = 512 * 1024
 RESULT_BYTES = ROUND_BYTES // 2
-# A slot, and what a pair shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with 256 KiB two thirds.
-# bench/ways.py.
+# A slot, and what a pair that has two ways shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with
+# 256 KiB two thirds. bench/ways.py.
 SLOT_BYTES = 2 * ROUND_BYTES
 BLOCK_BYTES = HEAD_BYTES + 2 * SLOT_BYTES + 2 * RESULT_BYTES
 
@@ -135,7 +135,7 @@ class Team:
         round_bytes: what a member shows in one round at the most.
         last_but_one: the last round that all must have consumed before the next collective begins.
         small: collectives of a single step that are under way, in their order.
-        paces: of each operation, by which way a pair's private memory goes.
+        paces: of each operation, and of its 16-bit numbers, by which way a pair's private memory goes.
         shown: rounds that its members have shown within collectives so far.
     """
 
@@ -163,7 +163,7 @@ class Team:
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
-        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        self.paces: defaultdict[tuple[str, bool], Pace] = defaultdict(Pace)
         self.shown = 0
 
     def close(self, together: bool) -> None:
