@@ -102,7 +102,7 @@ class Reached:
         for line in self._lines:
             if line[word] < to_round:
                 if line[GIVEN_UP]:
-                    raise self._team.deserted()
+                    self._team.check_there(line, word, to_round)
                 return False
         if self._fence is not None:
             self._fence()
@@ -208,7 +208,7 @@ class Team:
         for line in self._others:
             if line[word] < to_round:
                 if line[GIVEN_UP]:
-                    raise self.deserted()
+                    self.check_there(line, word, to_round)
                 return False
         if self._fence is not None:
             self._fence()
@@ -308,7 +308,14 @@ class Team:
         self.channel.give_up("its ranks gave different sizes or called different collectives, and are out of step")
         self.tell(GIVEN_UP, 1)
 
-    def deserted(self) -> MpdistError:
+    def check_there(self, line: memoryview, word: int, to_round: int) -> None:
+        """Raise if a member that has given up is not so far, and so never will be."""
+        if self._fence is not None:
+            self._fence()
+        if line[word] < to_round:  # still: it may have come since it was looked at, and given up after that
+            raise self._deserted()
+
+    def _deserted(self) -> MpdistError:
         """Why this member waits in vain for one that has given up; so it gives up, too."""
         gone = [str(self._rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
         self.give_up()
