@@ -73,3 +73,16 @@ def test_each_size_has_its_own_way() -> None:
     assert pace.is_through_slots(NBYTES + 8)
     assert not pace.is_through_slots(64 * NBYTES)
     assert not pace.is_through_slots(0)
+
+
+def test_a_way_that_is_fast_only_after_a_pause_is_left() -> None:
+    """As slots are that a core finds in no cache for once."""
+    pace = Pace()
+    count = 0
+
+    def seconds(through_slots: bool) -> float:
+        nonlocal count
+        count += 1
+        return 2.0 if not through_slots else 1.0 if count % 5 == 0 else 4.0
+
+    assert ways(pace, seconds, 10 * TRIED_EVERY).count(False) > 9 * TRIED_EVERY

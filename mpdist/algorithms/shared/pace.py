@@ -9,9 +9,11 @@ each collective and tells, beside the next, by which way all go after that.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
-# The best of the last so many times counts: the first by another way finds its memory in the wrong cache, and what
-# else the machine does must not look like a slow way.
+# Of the last so many times the lower median counts: the first by another way finds its memory in the wrong cache, the
+# first after a pause in none, which may be faster than all others, and what else the machine does must not look like a
+# slow way.
 SAMPLES = 4
 
 # After so many times by the better way, multiplied by how much better it is, the other is tried again.
@@ -38,13 +40,17 @@ class _Size:
         self._count += 1
         if self._count < SAMPLES:
             return
-        gain = min(there) / min(here) if there else 0.0
+        gain = _usual(there) / _usual(here) if there else 0.0
         if gain >= 1 and self._count > TRIED_EVERY * gain:
             there.clear()
             gain = 0.0
         if gain < 1:
             self.through_slots = not through_slots
             self._count = 0
+
+
+def _usual(times: Collection[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 2]
 
 
 class Pace:
