@@ -60,7 +60,7 @@ async def forced(world: mpdist.Communicator, through_slots: bool) -> mpdist.Comm
     await comm.all_reduce(np.zeros(SIZES[0] // 4, np.float32))
     paces: Any = comm._channel.team.paces  # type: ignore[union-attr]  # made by the first call
     for op in OPERATIONS:
-        paces[op, False].is_through_slots = lambda nbytes: through_slots
+        paces[op].is_through_slots = lambda nbytes: through_slots
     return comm
 
 

@@ -107,7 +107,7 @@ def _either(
         factor: the words of premul_sum's.
     """
     team = meeting.team
-    pace = team.paces[meeting.op, element.is_half]
+    pace = team.paces[meeting.op]
     pairs: list[Pair] = []
     seconds = 0.0
     if pace.is_through_slots(meeting.nbytes):

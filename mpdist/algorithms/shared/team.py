@@ -135,7 +135,7 @@ class Team:
         round_bytes: what a member shows in one round at the most.
         last_but_one: the last round that all must have consumed before the next collective begins.
         small: collectives of a single step that are under way, in their order.
-        paces: of each operation, and of its 16-bit numbers, by which way a pair's private memory goes.
+        paces: of each operation, by which way a pair's private memory goes.
         shown: rounds that its members have shown within collectives so far.
     """
 
@@ -163,7 +163,7 @@ class Team:
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
-        self.paces: defaultdict[tuple[str, bool], Pace] = defaultdict(Pace)
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
 
     def close(self, together: bool) -> None:
