@@ -81,7 +81,7 @@ def _before() -> None:
 
 
 def _unblock() -> None:
-    blocked = _forking.blocked.pop()
+    blocked = _forking.blocked.pop() if _forking.blocked else None  # a handler may have raised before it was known
     if blocked is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
