@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from goals import COPY, FOUR_RANK_ROWS, MIB, RAW, TWO_NODE_ROWS, Goal, Row, two_rank_rows  # beside this script
 from longest import Callbacks, link_bytes
-from measure import Result, lines, show, summary
+from measure import Result, is_rank, launch, publish, rank_environ, summary
 
 import mpdist
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT
@@ -227,21 +227,17 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
             print(f"{result.case}: {result.ratio:.2f}", file=sys.stderr, flush=True)
     bench.close()
     if world.rank == 0 and results:
-        show(results)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(lines(results))
+        publish(results, options.json)
 
 
-def launch() -> None:
+def launch_all() -> None:
     """Run this script on 2 and on 4 ranks, and between hosts where there is something to make them."""
-    environ = {**os.environ, "MPDIST_BENCH_RANK": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    script = [__file__, *sys.argv[1:]]
     for ranks in (2, 4):
-        subprocess.run([sys.executable, "-m", "mpdist", "run", "-n", str(ranks), *script], check=True, env=environ)
+        launch(__file__, ranks)
     if "MPDIST_FAKECLUSTER" in os.environ:
         with cluster(os.environ["MPDIST_FAKECLUSTER"], "2", "--rate", "1gbit") as run:
-            run(["--ranks-per-host", "2", "--timeout", "200", "--", sys.executable, *script], environ)
+            script = [sys.executable, __file__, *sys.argv[1:]]
+            run(["--ranks-per-host", "2", "--timeout", "200", "--", *script], rank_environ())
 
 
 @contextmanager
@@ -270,7 +266,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     parsed = parser.parse_args()
-    if "MPDIST_BENCH_RANK" in os.environ:
+    if is_rank():
         mpdist.run(main, parsed)
     else:
-        launch()
+        launch_all()

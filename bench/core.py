@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, Side, lines, mpi_name, show, summary  # beside this script
+from measure import Result, Side, is_rank, launch, mpi_name, publish, summary  # beside this script
 
 import mpdist
 
@@ -288,20 +287,10 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def launch(options: argparse.Namespace) -> None:
-    """Run this script on 2 and on 4 ranks, one after the other."""
-    for ranks in (2, 4):
-        command = [sys.executable, "-m", "mpdist", "run", "-n", str(ranks), __file__, *sys.argv[1:]]
-        subprocess.run(command, check=True, env={**os.environ, "MPDIST_BENCH_RANK": "1", "OMP_NUM_THREADS": "1"})
-
-
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     results = await Bench(world, options).run()
     if world.rank == 0 and results:
-        show(results)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(lines(results))
+        publish(results, options.json)
 
 
 if __name__ == "__main__":
@@ -310,7 +299,8 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     arguments = parser.parse_args()
-    if "MPDIST_BENCH_RANK" in os.environ:
+    if is_rank():
         mpdist.run(main, arguments)
     else:
-        launch(arguments)
+        for ranks in (2, 4):
+            launch(__file__, ranks)

@@ -13,8 +13,6 @@ bench/collectives.py.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from goals import RAW, Goal, Row, two_rank_rows  # beside this script
-from measure import Result, lines, mpi_name, show, summary
+from measure import Result, is_rank, launch, mpi_name, publish, summary
 
 import mpdist
 from mpdist.algorithms.shared.moving import Memory, copy
@@ -355,10 +353,7 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     results = await bench.results()
     bench.close()
     if world.rank == 0 and results:
-        show(results)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(lines(results))
+        publish(results, options.json)
 
 
 if __name__ == "__main__":
@@ -367,9 +362,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     parsed = parser.parse_args()
-    if "MPDIST_BENCH_RANK" in os.environ:
+    if is_rank():
         mpdist.run(main, parsed)
     else:
-        environ = {**os.environ, "MPDIST_BENCH_RANK": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "mpdist", "run", "-n", "2", __file__, *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env=environ, check=False).returncode)
+        launch(__file__, 2)

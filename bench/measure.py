@@ -7,12 +7,17 @@ itself says little: only ratios of times from the same run are compared.
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import IO
 
 import numpy as np
+
+_RANK = "MPDIST_BENCH_RANK"
 
 Side = Callable[[int], Awaitable[float]]
 """Does something n times on this rank, and returns the seconds that it took."""
@@ -78,6 +83,30 @@ def mpi_name() -> str:
     from mpi4py import MPI
 
     return "MPICH" if "MPICH" in MPI.Get_library_version() else "Open MPI"
+
+
+def rank_environ() -> dict[str, str]:
+    """Variables of the ranks that a benchmark starts: one thread each."""
+    return {**os.environ, _RANK: "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def is_rank() -> bool:
+    """Whether this process is one of them, and not the one that starts them."""
+    return _RANK in os.environ
+
+
+def launch(script: str, ranks: int) -> None:
+    """Run a script, with this process's arguments, by the environment's MPI."""
+    command = [sys.executable, "-m", "mpdist", "run", "-n", str(ranks), script, *sys.argv[1:]]
+    subprocess.run(command, check=True, env=rank_environ())
+
+
+def publish(results: list[Result], path: str | None) -> None:
+    """The table on the screen, and the lines at the end of a file."""
+    show(results)
+    if path:
+        with open(path, "a") as file:
+            file.write(lines(results))
 
 
 def show(results: list[Result], stream: IO[str] | None = None) -> None:

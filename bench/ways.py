@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import mpi_name  # beside this script
+from measure import is_rank, launch, mpi_name  # beside this script
 
 import mpdist
 
@@ -113,9 +111,7 @@ if __name__ == "__main__":
     parser.add_argument("--ops", default=",".join(OPERATIONS))
     parser.add_argument("--json", default="")
     parsed = parser.parse_args()
-    if "MPDIST_BENCH_RANK" in os.environ:
+    if is_rank():
         mpdist.run(main, parsed)
     else:
-        environ = {**os.environ, "MPDIST_BENCH_RANK": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "mpdist", "run", "-n", "2", __file__, *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env=environ, check=False).returncode)
+        launch(__file__, 2)

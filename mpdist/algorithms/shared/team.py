@@ -353,7 +353,7 @@ class Team:
         if known is None:
             if len(self._memories) == KNOWN_PLACES:
                 self._memories.clear()
-            known = self._memories[key] = self._memory(*key[:3], element.storage)
+            known = self._memories[key] = self._memory(member, place, count, element.storage)
         return known
 
     def _memory(self, member: int, place: int, count: int, dtype: np.dtype[np.generic]) -> Memory:
