@@ -119,4 +119,5 @@ def assert_values(x: Values, wanted: Any, case: object) -> None:
     if got.dtype.kind == "c":  # a division of complex numbers may round twice
         np.testing.assert_allclose(got, wanted, rtol=2 * np.finfo(got.dtype).eps, atol=0, err_msg=f"in case {case}")
         return
-    np.testing.assert_array_equal(got, wanted, err_msg=f"in case {case}")
+    if not np.array_equal(got, wanted):  # in a tenth of the time; to the assertion two NaN are equal
+        np.testing.assert_array_equal(got, wanted, err_msg=f"in case {case}")

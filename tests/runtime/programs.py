@@ -24,8 +24,7 @@ CHILDREN = str(SCRIPTS / "children.py")
 LAUNCHERS = ("bare", "mpdist")
 IS_OPENMPI = "--oversubscribe" in mpiexec(1)
 
-# Where the MPIs and mpdist might leave files.
-_FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Program(Job):
@@ -47,21 +46,23 @@ class Program(Job):
 
 @contextmanager
 def program(launcher: str, ranks: int, *arguments: str, environ: Mapping[str, str] | None = None) -> Iterator[Program]:
-    """A running job; nothing may be left of it, in the end."""
-    before = own_files()
-    started = Program(launcher, ranks, *arguments, environ=environ)
-    try:
-        yield started
-        assert started.left_over() == []
-        assert own_files() <= before
-    finally:
-        for process in started.processes():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        started.process.wait()
-        for stream in (started.process.stdout, started.process.stderr):
-            if stream:
-                stream.close()
+    """A running job, with a folder for temporary files of its own; nothing may be left of it, in the end."""
+    before = own_files(_SHARED_MEMORY)
+    with tempfile.TemporaryDirectory(prefix="job-") as folder:
+        started = Program(launcher, ranks, *arguments, environ={"TMPDIR": folder} | dict(environ or {}))
+        try:
+            yield started
+            assert started.left_over() == []
+            assert own_files(Path(folder)) == set()
+            assert own_files(_SHARED_MEMORY) <= before
+        finally:
+            for process in started.processes():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            started.process.wait()
+            for stream in (started.process.stdout, started.process.stderr):
+                if stream:
+                    stream.close()
 
 
 def run(launcher: str, ranks: int, *arguments: str, environ: Mapping[str, str] | None = None) -> Ended:
@@ -97,6 +98,6 @@ def report(ended: Ended) -> str:
     return lines[own[0]]
 
 
-def own_files() -> set[str]:
-    """Files in shared memory and temporary folders that bear mpdist's name."""
-    return {str(path) for folder in _FOLDERS for path in folder.glob("*mpdist*")}
+def own_files(folder: Path) -> set[str]:
+    """Files there that bear mpdist's name."""
+    return {str(path) for path in folder.glob("*mpdist*")}
