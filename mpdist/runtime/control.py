@@ -12,15 +12,17 @@ only finished ranks could give. A rank that does not answer is never held for de
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import monotonic
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mpdist.config import Config
@@ -46,6 +48,9 @@ LIVELY_SECONDS = 0.25
 # A rank that has not answered by then is told of as mute. Others look for letters every 0.05 s.
 ANSWER_SECONDS = 1.0
 SHORTEST_ANSWER_SECONDS = 0.25
+
+# Ranks that end at nearly the same time need not hear of it: a letter from each to all is their number squared.
+ANNOUNCE_SECONDS = 0.25
 
 # So long nothing must move before a wait for finished ranks is looked into, and until it is looked into again.
 STUCK_SECONDS = 1.0
@@ -106,7 +111,7 @@ class Control(threading.Thread):
         self._ending = False
         self._starting = threading.Lock()
         self._owner_pid = os.getpid()
-        self._announcing = False
+        self._announce_at = math.inf
         self._is_finished = False
         self._inquiries: list[Inquiry] = []
         self._number = 0
@@ -127,8 +132,9 @@ class Control(threading.Thread):
             super().start()
 
     def announce_finished(self) -> None:
-        """Tell all ranks that this rank's main program has ended."""
-        self._announcing = True
+        """This rank's main program has ended: all ranks are told, if the job goes on."""
+        self._is_finished = True
+        self._announce_at = monotonic() + ANNOUNCE_SECONDS
         self._wake.set()
 
     @property
@@ -199,7 +205,7 @@ class Control(threading.Thread):
             self._handle()
             self._send_posted(self._mail)
             self._mail.settle()
-            if self._announcing:
+            if monotonic() >= self._announce_at:
                 self._announce(self._mail)
         late = self._watch.look()
         if late.expired:
@@ -248,8 +254,7 @@ class Control(threading.Thread):
             mail.send(*self._outbox.popleft())
 
     def _announce(self, mail: Mail) -> None:
-        self._announcing = False
-        self._is_finished = True
+        self._announce_at = math.inf
         table = dict(list(posted_collectives(self._engine).items())[-MOST_TABLE:])
         for rank in range(mail.size):
             if rank != self._rank:
@@ -258,15 +263,21 @@ class Control(threading.Thread):
     # ------------------------------------------------------------------ inquiries
 
     def _inquire(
-        self, operations: list[Operation], ranks: Iterable[int], seconds: float, then: Callable[[Inquiry], None]
+        self,
+        operations: list[Operation],
+        ranks: Iterable[int],
+        seconds: float,
+        then: Callable[[Inquiry], None],
+        known: diagnosis.Answers = MappingProxyType({}),
     ) -> None:
-        """Ask the ranks about the operations; `then` is called with the answers."""
+        """Ask the ranks about the operations; `then` is called with the answers, besides those already known."""
         self._number += 1
         wanted: dict[str, list[int]] = {}
         for operation in operations[:MOST_OPERATIONS]:
             wanted.setdefault(operation.key, []).append(operation.sequence)
         asked = set(ranks) - {self._rank} if self._mail is not None else set()
         inquiry = Inquiry(self._number, operations, asked, monotonic() + seconds, then)
+        inquiry.answers.update(known)
         inquiry.answers[self._rank] = answer(self._engine, self._rank, wanted, is_finished=self._is_finished)
         self._inquiries.append(inquiry)
         if self._mail is not None:
@@ -318,20 +329,32 @@ class Control(threading.Thread):
 
     def _inquire_long(self, works: Sequence[Work[Any]]) -> None:
         first = sorted(works, key=lambda work: (work.sequence == 0, work.sequence))[:MOST_OPERATIONS]
-        operations = [operation_of(work) for work in first]
-        peers = {peer for operation in operations for peer in operation.peers}
+        pairs = [(work, operation_of(work)) for work in first]
+        self._find_spokesman(pairs, len(works) - len(first), {self._rank}, {})
 
-        def report(inquiry: Inquiry) -> None:
-            pending = [operation for work, operation in zip(first, operations, strict=True) if not work.done()]
-            self._report(inquiry, pending, len(works) - len(first))
+    def _find_spokesman(self, pairs: Sequence[Pair], more: int, asked: Set[int], answers: diagnosis.Answers) -> None:
+        """Ask lower ranks, ever more of them, until one reports the same; if none does ask all others, and report."""
+        mine = [pair for pair in pairs if not pair[0].done() and self._is_spokesman(pair[1], answers)]
+        operations = [operation for _, operation in mine]
+        if not mine:
+            return
+        lower = diagnosis.next_lower(operations, self._rank, asked)
 
-        self._inquire(operations, peers, ANSWER_SECONDS, report)
+        def go_on(inquiry: Inquiry) -> None:
+            if lower:
+                self._find_spokesman(mine, more, asked | set(lower), inquiry.answers)
+            else:
+                self._report(inquiry, mine, more)
 
-    def _report(self, inquiry: Inquiry, pending: Sequence[Operation], more: int) -> None:
+        rest = lower or {peer for operation in operations for peer in operation.peers} - asked
+        self._inquire(operations, rest, ANSWER_SECONDS, go_on, answers)
+
+    def _is_spokesman(self, operation: Operation, answers: diagnosis.Answers) -> bool:
+        return diagnosis.is_spokesman(operation, self._rank, answers, self._config.report_after)
+
+    def _report(self, inquiry: Inquiry, pairs: Sequence[Pair], more: int) -> None:
         told = [
-            operation
-            for operation in pending
-            if diagnosis.is_spokesman(operation, self._rank, inquiry.answers, self._config.report_after)
+            operation for work, operation in pairs if not work.done() and self._is_spokesman(operation, inquiry.answers)
         ]
         if told:
             text = diagnosis.report(socket.gethostname(), self._rank, told, inquiry.answers, more)

@@ -6,7 +6,7 @@ kept by world rank; texts name ranks as the operation's communicator counts them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -193,6 +193,16 @@ def is_spokesman(operation: Operation, rank: int, answers: Answers, report_after
         if call is not None and call.seconds is not None and call.seconds >= NEARLY * report_after:
             return False
     return True
+
+
+def next_lower(operations: Sequence[Operation], rank: int, asked: Set[int]) -> list[int]:
+    """Lower ranks to be asked next whether they report one of these collectives; twice as many each time.
+
+    So where a thousand ranks wait for one, nearly all of them are content with one answer.
+    """
+    collectives = [operation for operation in operations if operation.kind is Kind.COLLECTIVE]
+    lower = sorted({peer for operation in collectives for peer in operation.peers if peer < rank} - asked)
+    return lower[: max(len(asked), 1)]
 
 
 # ---------------------------------------------------------------------- words

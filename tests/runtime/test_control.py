@@ -18,6 +18,7 @@ import mpdist
 from mpdist.config import Config
 from mpdist.runtime import describe_pending
 from mpdist.runtime.control import Control
+from mpdist.runtime.mail import Mail
 
 pytestmark = pytest.mark.ranks(3)  # most of these tests wait; on 2 ranks: test_control_jobs.py
 
@@ -216,19 +217,42 @@ async def test_different_collectives_are_named(lost: mpdist.Communicator, start:
 # ---------------------------------------------------------------------- reports
 
 
-async def test_a_long_wait_is_reported_once_by_the_lowest_rank(
-    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("late", [0, 2])
+async def test_a_long_wait_is_reported_once_by_the_lowest_rank_that_waits(
+    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], late: int
 ) -> None:
     start(report_after=0.4)
-    if comm.rank == comm.size - 1:
+    if comm.rank == late:
         await asyncio.sleep(1.5)
     await comm.barrier()
     text = capfd.readouterr().err
-    assert text.count("mpdist: rank") == (comm.rank == 0)
-    if comm.rank == 0:
-        assert re.search(r"barrier #1 on '.*' \(rank 0 of \d\) \(.*test_control.py:\d+\), for 0\.\d+ s\n", text)
-        assert f"not arrived: rank {comm.size - 1}: no collective yet, now at " in text
+    lowest = 1 if late == 0 else 0
+    assert text.count("mpdist: rank") == (comm.rank == lowest)
+    if comm.rank == lowest:
+        assert re.search(r"barrier #1 on '.*' \(rank \d of \d\) \(.*test_control.py:\d+\), for 0\.\d+ s\n", text)
+        assert f"arrived: ranks {lowest}-{lowest + 1}" in text
+        assert f"not arrived: rank {late}: no collective yet, now at " in text
         assert "asyncio.sleep(1.5)" in text
+
+
+async def test_a_report_costs_few_letters(
+    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows a rank that reports asks no other."""
+    asked: list[int] = []
+    send = Mail.send
+
+    def counted(mail: Mail, rank: int, record: dict[str, object]) -> None:
+        asked.extend([rank] if "ask" in record else [])
+        send(mail, rank, record)
+
+    monkeypatch.setattr(Mail, "send", counted)
+    start(report_after=0.3)
+    if comm.rank == 1:
+        await asyncio.sleep(1.2)
+    await comm.barrier()
+    assert sorted(asked) == {0: [1, 2], 1: [], 2: [0]}[comm.rank]
+    assert ("mpdist: rank 0" in capfd.readouterr().err) == (comm.rank == 0)
 
 
 async def test_a_stopped_rank_is_told_of_as_mute_and_is_not_given_up(
@@ -261,6 +285,14 @@ async def test_a_pending_operation_is_described(comm: mpdist.Communicator, start
 
 
 # ---------------------------------------------------------------------- finished ranks
+
+
+async def test_ranks_that_end_together_tell_nobody(comm: mpdist.Communicator, start: Start) -> None:
+    control = start()
+    control.announce_finished()
+    control.stop()  # the job is over before it is due
+    await comm.barrier()
+    assert control.finished == {}
 
 
 async def others_finish(comm: mpdist.Communicator, control: Control) -> bool:

@@ -18,6 +18,7 @@ from mpdist.runtime.diagnosis import (
     is_spokesman,
     mismatch,
     missing,
+    next_lower,
     report,
     stuck,
     stuck_text,
@@ -142,6 +143,17 @@ def test_the_lowest_rank_that_waits_for_long_is_the_spokesman() -> None:
     assert is_spokesman(COLLECTIVE, 0, {2: waiting}, 60)
     assert is_spokesman(COLLECTIVE, 2, {0: answered(3, replace(CALL, seconds=10.0))}, 60)
     assert is_spokesman(RECEIVE, 2, {0: waiting}, 60)
+
+
+def test_lower_ranks_are_asked_in_batches_that_grow() -> None:
+    many = replace(COLLECTIVE, members=tuple(range(12)), own=9, peers=(*range(9), 10, 11))
+    asked = {9}
+    batches = []
+    while lower := next_lower([many, ANY], 9, asked):
+        batches.append(lower)
+        asked |= set(lower)
+    assert batches == [[0], [1, 2], [3, 4, 5, 6], [7, 8]]
+    assert next_lower([many], 0, {0}) == next_lower([ANY], 9, {9}) == []
 
 
 @pytest.mark.parametrize(
