@@ -16,6 +16,7 @@ from mpdist.memory.cuda import Cuda
 if TYPE_CHECKING:
     from mpdist.memory.buffer import Buffer, Device
     from mpdist.memory.elements import Array
+    from mpdist.memory.sharing import Sharing
 
 
 class Mark(Protocol):
@@ -56,6 +57,9 @@ class Accelerator(Protocol):
 
     def unpin(self, memory: Array) -> None:
         """Before pinned memory is given back."""
+
+    def sharing(self) -> Sharing:
+        """The device as several processes share it."""
 
 
 _known: dict[Device, Accelerator] = {}

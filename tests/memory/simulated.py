@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from memory.simulated_sharing import SimulatedSharing
 
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Device, accelerator
@@ -106,8 +107,10 @@ class Simulated:
     """The accelerator, and the stream in which a program computes."""
 
     def __init__(self, seconds: float = 0.0005, can_pin: bool = True) -> None:
+        self._seconds = seconds
         self.program = Stream(5 * seconds)
         self._out, self._in = Stream(seconds), Stream(seconds)
+        self.shared = SimulatedSharing(self)
         self._can_pin = can_pin
         self.pinned: set[int] = set()
         self.is_capturing = False
@@ -146,6 +149,17 @@ class Simulated:
 
     def unpin(self, memory: Array) -> None:
         self.pinned.remove(_address(memory))
+
+    def sharing(self) -> SimulatedSharing:
+        return self.shared
+
+    def stream(self) -> Stream:
+        """A new one."""
+        return Stream(self._seconds)
+
+    def entered(self) -> SimulatedMark:
+        """What copies to the device wait for."""
+        return self._in.mark()
 
     # what a program does with it
 
