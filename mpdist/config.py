@@ -88,6 +88,8 @@ class Config:
     """Let the ranks of a node share memory; else collectives and `comm.empty` take private memory."""
     reach: bool = True
     """Let the ranks of a node read and write each other's private memory through the kernel, where it allows that."""
+    ipc: bool = True
+    """Let the ranks of a node read each other's GPU memory by CUDA IPC, where it can be; else through host memory."""
     ranks_per_node: int = 0
     """Take so many ranks of a node for a node of their own, to try on one what is done between nodes; 0: as it is."""
     shared_memory_dir: Folder = ""

@@ -25,13 +25,11 @@ class Mirror(Buffer):
 
     Attributes:
         original: the array on the device.
+        staging: the operation's.
         whole: the Mirror of which this is a part; itself, if of none.
-        loan: keeps the host memory.
     """
 
-    __slots__ = ("_staging", "_whole", "loan", "original")
-
-    loan: Loan
+    __slots__ = ("_loan", "_octets", "_whole", "original", "staging")
 
     def __init__(
         self,
@@ -39,16 +37,18 @@ class Mirror(Buffer):
         original: object,
         element: Element,
         shape: Sequence[int],
-        octets: Array,
         readonly: bool = False,
         whole: Mirror | None = None,
+        octets: Array | None = None,
     ) -> None:
         count = prod(shape)
-        super().__init__(octets, count, octets.nbytes, element, HOST, readonly, None)
+        self._octets: Any = octets
+        self._loan: Loan | None = None
+        super().__init__(None, count, count * element.itemsize, element, HOST, readonly, None)
         self.shape = tuple(shape)
         self.original: Any = original
         self._whole = whole
-        self._staging = staging
+        self.staging = staging
 
     @property
     def whole(self) -> Mirror:
@@ -67,19 +67,35 @@ class Mirror(Buffer):
         unit = self.element.itemsize
         octets = self.octets[start * unit : end * unit]
         shape = (end - start,)
-        return Mirror(self._staging, self.original, self.element, shape, octets, self.readonly, self.whole)
+        return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, octets)
 
     @property
     def octets(self) -> Any:
-        """The host memory (uint8)."""
-        return self.exporter
+        """The host memory (uint8), lent when it is first needed: an array may go another way."""
+        if self._octets is None:
+            self._loan = self.staging.pinned.lend(self.nbytes)
+            self._octets = self._loan.bytes
+        return self._octets
+
+    @property
+    def exporter(self) -> Any:
+        return self.octets
+
+    @exporter.setter
+    def exporter(self, _: object) -> None:
+        pass
+
+    @property
+    def place(self) -> int:
+        """The array's own: two Mirrors overlap where their arrays do."""
+        return as_buffer(self.original).address
 
     # What results are made of, as NumPy and torch have it.
 
     def new_empty(self, shape: Sequence[int]) -> Mirror:
         """The Mirror of a new array of this one's library and type."""
         original = allocate_like(self.original, tuple(shape))
-        return self._staging.mirror(as_buffer(original), is_result=True)
+        return self.staging.mirror(as_buffer(original), is_result=True)
 
     def __getitem__(self, span: slice) -> View:
         return View(self.original[span])

@@ -13,7 +13,9 @@ from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpdist.algorithms.devices.announcing import DeviceCollective
 from mpdist.comm.staging import Staging
+from mpdist.comm.ways import give_up, way
 from mpdist.errors import DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Device, as_buffer
 from mpdist.progress.collective import Collective, one_call
@@ -87,7 +89,8 @@ class StagedChannel:
     def post(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Collective[Any]:
         real: Channel = self._operations._channel
         kept = [self._without_staging(argument) for argument in arguments]
-        return real.post(op, partial(_program, self._staging, real, op, program, kept), details)
+        steps = partial(_program, self._staging, real, op, program, kept)
+        return real.post(op, steps, details, kind=DeviceCollective)
 
     def post_direct(
         self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, caller: int = 0
@@ -108,8 +111,12 @@ def _program(
     staging: Runs, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
 ) -> Steps[Any]:
     try:
+        straight = yield from way(channel, op, arguments)
+        if straight is not None:
+            return (yield from straight)
         return (yield from staging.run(op, program, arguments, transport))
     except DeviceFailed:
+        give_up(channel)
         channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
         raise
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpdist.comm.mirror import Mirror, View
-from mpdist.errors import DeviceFailed, UsageError
+from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Device, ReduceOp, as_buffer, is_same, overlap
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.pinned import Pinned
+from mpdist.progress.marks import copied, settled
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
@@ -52,9 +52,7 @@ class Staging:
 
     def mirror(self, buffer: Buffer, *, is_source: bool = False, is_result: bool = False) -> Mirror:
         """A Mirror of an array, whose copies wait for what the program has queued for it."""
-        loan = self.pinned.lend(buffer.nbytes)
-        mirror = Mirror(self, buffer.owner, buffer.element, buffer.shape, loan.bytes, buffer.readonly)
-        mirror.loan = loan
+        mirror = Mirror(self, buffer.owner, buffer.element, buffer.shape, buffer.readonly)
         self.accelerator.follow(buffer)
         if is_source:
             self.sources.append(mirror)
@@ -134,41 +132,6 @@ class Staging:
         width = CHUNK_BYTES // unit
         for start in range(0, count, width):
             yield start, min(start + width, count)
-
-
-@contextmanager
-def settled(*queued: Sequence[Mark]) -> Iterator[None]:
-    """An error inside waits for these copies, which still read and write, before it goes on."""
-    try:
-        yield
-    except BaseException:
-        for mark in [mark for marks in queued for mark in marks]:
-            with suppress(DeviceFailed):
-                mark.wait()
-        raise
-
-
-def copied(marks: Sequence[Mark]) -> Steps[None]:
-    """Done when the copies are; a failure is raised here, where the program sees it, and not by the request."""
-    for mark in marks:
-        copy = _Copy(mark)
-        yield copy
-        if copy.error is not None:
-            raise copy.error
-
-
-class _Copy:
-    error: DeviceFailed | None = None
-
-    def __init__(self, mark: Mark) -> None:
-        self._mark = mark
-
-    def Test(self) -> bool:
-        try:
-            return self._mark.Test()
-        except DeviceFailed as error:
-            self.error = error
-            return True
 
 
 def pinned_of(engine: Engine, device: Device) -> Pinned:

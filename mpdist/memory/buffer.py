@@ -124,6 +124,9 @@ class Buffer:
             self._address = address_of(self.exporter) if self.nbytes else 0
         return self._address
 
+    place = address
+    """What tells whether two overlap."""
+
     def array(self) -> Array:
         """A 1-D NumPy view of the storage dtype, writable if the Buffer is; host memory only."""
         if self._array is not None:
@@ -172,9 +175,9 @@ def overlap(a: Buffer, b: Buffer) -> bool:
     """Whether the two share at least one byte."""
     if a.device != b.device or not a.nbytes or not b.nbytes:
         return False
-    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+    return a.place < b.place + b.nbytes and b.place < a.place + a.nbytes
 
 
 def is_same(a: Buffer, b: Buffer) -> bool:
     """Whether the two are the same bytes."""
-    return a.device == b.device and a.address == b.address and a.nbytes == b.nbytes
+    return a.device == b.device and a.place == b.place and a.nbytes == b.nbytes

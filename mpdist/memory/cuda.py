@@ -1,6 +1,6 @@
 """CUDA: copies between a GPU and the host by CuPy, in the order of the program's own streams.
 
-The one home of CuPy, which is loaded when the first array on a GPU comes. An array
+The one home of CuPy, with what lies beside it; CuPy is loaded when the first array on a GPU comes. An array
 says by its library in which stream it is being computed: torch and CuPy have a
 current stream, others put it into `__cuda_array_interface__`, or order themselves
 when they are asked for a DLPack capsule. See
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import DeviceFailed, UsageError
+from mpdist.memory.cuda_sharing import CudaSharing
 
 if TYPE_CHECKING:
     from mpdist.memory.buffer import Buffer
@@ -30,6 +31,10 @@ _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 class Cuda:
     """One GPU: a stream for copies to the host and one for copies from it.
 
+    Attributes:
+        cuda, runtime: CuPy's.
+        raw_kernel: makes a kernel of its source.
+
     Raises:
         ImportError: CuPy is not installed, or finds no driver.
     """
@@ -37,13 +42,15 @@ class Cuda:
     def __init__(self, index: int) -> None:
         import cupy
 
-        self._cuda: Any = cupy.cuda
-        self._runtime: Any = cupy.cuda.runtime
+        self.cuda: Any = cupy.cuda
+        self.runtime: Any = cupy.cuda.runtime
+        self.raw_kernel: Any = getattr(cupy, "RawKernel", None)
         self._device: Any = cupy.cuda.Device(index)
         self._index = index
         with self._device:
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
+        self._sharing: CudaSharing | None = None
 
     def follow(self, x: Buffer) -> None:
         """See Accelerator."""
@@ -52,13 +59,13 @@ class Cuda:
             if producer is None:
                 self._ask(x.owner)
                 return
-            if self._runtime.streamIsCapturing(producer):
+            if self.runtime.streamIsCapturing(producer):
                 raise UsageError(
                     f"the array on cuda:{self._index} is being recorded into a CUDA graph, so it has no values yet; "
                     "communicate before or after the capture"
                 )
             event = self._event()
-            self._runtime.eventRecord(event.ptr, producer)
+            self.runtime.eventRecord(event.ptr, producer)
             for stream in (self._out, self._in):
                 stream.wait_event(event)
 
@@ -66,7 +73,7 @@ class Cuda:
         """Handle of the stream in which an array is being computed; None if only its library knows."""
         library = type(owner).__module__.partition(".")[0]
         if library == "cupy":
-            return int(self._cuda.get_current_stream().ptr)
+            return int(self.cuda.get_current_stream().ptr)
         torch: Any = sys.modules.get("torch")
         if torch is not None and isinstance(owner, torch.Tensor):
             return int(torch.cuda.current_stream(self._index).cuda_stream)
@@ -83,12 +90,12 @@ class Cuda:
     def copy_out(self, source: Buffer, start: int, target: Array) -> CudaMark:
         """See Accelerator."""
         self._copy(_address(target), source.address + start, target.nbytes, _TO_HOST, self._out)
-        return self._mark(self._out)
+        return self.mark(self._out)
 
     def copy_in(self, source: Array, target: Buffer, start: int) -> CudaMark:
         """See Accelerator."""
         self._copy(target.address + start, _address(source), source.nbytes, _TO_DEVICE, self._in)
-        return self._mark(self._in)
+        return self.mark(self._in)
 
     def empty(self, shape: Sequence[int], dtype: object) -> object:
         """See Accelerator."""
@@ -100,31 +107,50 @@ class Cuda:
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
             with self._device:
-                self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+                self.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def _event(self) -> Any:
-        return self._cuda.Event(block=True, disable_timing=True)
+        return self.cuda.Event(block=True, disable_timing=True)
 
-    def _mark(self, stream: Any) -> CudaMark:
+    def mark(self, stream: Any) -> CudaMark:
+        """All that is queued in a stream so far."""
         with self._device:
             event = self._event()
             event.record(stream)
-        return CudaMark(event, self._runtime.CUDARuntimeError)
+        return CudaMark(event, self.runtime.CUDARuntimeError)
+
+    def sharing(self) -> CudaSharing:
+        """See Accelerator."""
+        if self._sharing is None:
+            self._sharing = CudaSharing(self)
+        return self._sharing
+
+    def entered(self) -> Any:
+        """An event after which copies to the device may begin, as far as they have been told to wait."""
+        event = self._event()
+        event.record(self._in)
+        return event
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The device is the present one; its errors are DeviceFailed."""
+        with self._device, failures(self.runtime.CUDARuntimeError):
+            yield
 
     def pin(self, memory: Array) -> bool:
         """See Accelerator."""
         with self._device:
             try:
-                self._runtime.hostRegister(_address(memory), memory.nbytes, 0)
-            except self._runtime.CUDARuntimeError:
+                self.runtime.hostRegister(_address(memory), memory.nbytes, 0)
+            except self.runtime.CUDARuntimeError:
                 return False
         return True
 
     def unpin(self, memory: Array) -> None:
         """See Accelerator."""
         # The driver may have ended before us; then nothing is pinned any more.
-        with self._device, contextlib.suppress(self._runtime.CUDARuntimeError):
-            self._runtime.hostUnregister(_address(memory))
+        with self._device, contextlib.suppress(self.runtime.CUDARuntimeError):
+            self.runtime.hostUnregister(_address(memory))
 
 
 class CudaMark:
@@ -151,7 +177,7 @@ def failures(kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        raise DeviceFailed(f"a copy from or to the GPU failed: {type(error).__name__}: {error}") from error
+        raise DeviceFailed(f"work on the GPU failed: {type(error).__name__}: {error}") from error
 
 
 def _address(memory: Array) -> int:

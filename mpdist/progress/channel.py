@@ -69,6 +69,8 @@ class Channel:
         timeout: seconds a collective may take; None: the job's default; 0: for ever.
         broken: why it refuses further use; empty while it does not.
         team: what its members share in memory, kept for the algorithms that do.
+        devices: the same of their devices.
+        teller: who tells the others as what this member comes to a collective, where they want to know.
         has_met: whether they have tried to share.
         advice: what to look at where its collectives wait in vain.
         outbox: messages that wait for their data; made for the first of them.
@@ -76,6 +78,8 @@ class Channel:
 
     advice = ""
     outbox: Outbox | None = None
+    devices: Team | None = None
+    teller: object = None
 
     def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
         self.engine = engine
@@ -213,6 +217,16 @@ class Channel:
             if self._queue:
                 self.engine.later.append(self._queue[0])
 
+    def queued(self) -> list[Collective[Any]]:
+        """Collectives that wait for their turn."""
+        return list(self._queue)
+
+    @property
+    def turn(self) -> int:
+        """Number of the collective of several steps whose turn it is."""
+        assert self._running is not None
+        return self._running.sequence
+
     def advance_queue(self) -> None:
         """Look at the collective that the others wait for, and start what may start."""
         if self._running is not None:
@@ -267,6 +281,9 @@ class Channel:
         if self.team is not None:
             self.team.close(together)
             self.team = None
+        if self.devices is not None:
+            self.devices.close(together)
+            self.devices = None
         if together and not self.unfinished():
             self.transport.free()
         self.refuse(why)

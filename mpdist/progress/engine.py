@@ -32,6 +32,7 @@ from mpdist.progress.thread import ProgressThread
 
 if TYPE_CHECKING:
     from mpdist.memory import Device
+    from mpdist.memory.exports import Exports
     from mpdist.memory.pinned import Pinned
     from mpdist.progress.channel import Channel
     from mpdist.progress.inbox import Inbox
@@ -82,6 +83,8 @@ class Engine:
         is_sharing: whether the ranks of each node do.
         thresholds: the table by which algorithms are chosen, kept for them.
         staging: host memory through which the arrays of devices travel, by device.
+        exports: memory of devices that other processes reach, by device.
+        has_ipc: whether ranks of a node may reach each other's memory on devices.
     """
 
     meeting: Channel
@@ -106,6 +109,8 @@ class Engine:
         self.is_sharing = False
         self.thresholds: object = None
         self.staging: dict[Device, Pinned] = {}
+        self.exports: dict[Device, Exports] = {}
+        self.has_ipc = False
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True
         self.allow_pickle = True

@@ -59,6 +59,8 @@ def close_all(engine: Engine, why: str) -> None:
             channel.close(why, together=True)
     for pinned in engine.staging.values():
         pinned.close()
+    for exports in engine.exports.values():
+        exports.close()
     engine.maker.free()
     engine.doorbell.close()
 

@@ -287,6 +287,7 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     engine.thresholds = _thresholds(transport, engine.nodes, config, cores)
     engine.is_threaded = is_threaded
     engine.allow_pickle = config.allow_pickle
+    engine.has_ipc = config.ipc
     engine.maker = transport.dup()
     engine.meeting = Channel(engine, transport.dup(), "meeting", range(transport.size))
     if config.debug:

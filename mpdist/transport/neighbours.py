@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mpdist.memory.arena import Arena, Block
 from mpdist.memory.elements import Array
 from mpdist.transport import reach as reaching
+from mpdist.transport.notices import ENTRIES, Notices
 from mpdist.transport.reach import Reach
 from mpdist.transport.sharing import shared_files
 
@@ -44,7 +45,10 @@ class Neighbours:
         kept: blocks that other ranks may use for ever.
         fence: orders the memory accesses before it against those after it; None where the processor does.
         reach: the others' private memory; None where the kernel keeps it private.
+        notices: what ranks offer each other; None where there was no memory for it.
     """
+
+    notices: Notices | None = None
 
     def __init__(
         self,
@@ -114,13 +118,27 @@ def connect(node: Transport, folder: str = "", has_reach: bool = True) -> Neighb
     Returns:
         None, on all ranks of the node, where memory cannot be shared.
     """
-    shared = shared_files(node, _arena_bytes(node.size), folder)
-    if shared is None:
+    files = shared_files(node, _arena_bytes(node.size), folder)
+    if files is None:
         return None
-    descriptor, maps = shared
+    descriptor, maps = files
     fence = None if _IS_ORDERED else node.fence()
     reach = reaching.connect(node) if has_reach else None
-    return Neighbours(descriptor, maps, node.world_ranks(), node.rank, fence, reach)
+    shared = Neighbours(descriptor, maps, node.world_ranks(), node.rank, fence, reach)
+    shared.notices = _notices(shared, node)
+    return shared
+
+
+def _notices(shared: Neighbours, node: Transport) -> Notices | None:
+    """In the first block of each arena."""
+    block = shared.arena.allocate(mmap.PAGESIZE)
+    if not all(node.all_gather_now(block is not None and block.offset == 0)):
+        return None
+    assert block is not None
+    shared.kept.append(block)
+    ranks = node.world_ranks()
+    tables = {rank: shared.words(rank, 0, 2 * ENTRIES) for rank in ranks}
+    return Notices(tables, ranks[node.rank], shared.fence)
 
 
 def _arena_bytes(ranks: int) -> int:

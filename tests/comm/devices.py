@@ -55,22 +55,28 @@ def opened(name: str) -> Iterator[Gpu]:
         yield gpu
 
 
+def forget(comm: mpdist.Communicator) -> None:
+    """What was made for another GPU."""
+    comm._channel.engine.staging.clear()
+    comm._channel.engine.exports.clear()
+
+
 GPUS = ["simulated", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest, comm: mpdist.Communicator) -> Iterator[Gpu]:
     """Each of them."""
-    comm._channel.engine.staging.clear()
+    forget(comm)
     with opened(request.param) as found:
         yield found
-    comm._channel.engine.staging.clear()
+    forget(comm)
 
 
 @pytest.fixture
 def fake_gpu(comm: mpdist.Communicator) -> Iterator[Simulated]:
     """The simulated one, which can also be told to fail."""
-    comm._channel.engine.staging.clear()
+    forget(comm)
     with simulated() as found:
         yield found
-    comm._channel.engine.staging.clear()
+    forget(comm)

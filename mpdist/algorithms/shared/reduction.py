@@ -305,11 +305,16 @@ def words_of(op: ReduceOp, element: Element) -> tuple[int, int]:
 
 def factors_of(team: Team, op: ReduceOp, element: Element) -> list[Factor] | None:
     """Every member's factor of premul_sum, in the order of ranks."""
+    return factors_in(team.facts(FACTOR), team.facts(FACTOR + 1), op, element)
+
+
+def factors_in(first: Sequence[int], second: Sequence[int], op: ReduceOp, element: Element) -> list[Factor] | None:
+    """The factors that travelled as these words; None for other operations."""
     if op.factor is None:
         return None
     if element.kind in ("int", "uint"):
-        return [word % 2**64 if element.kind == "uint" else word for word in team.facts(FACTOR)]
-    pairs = zip(team.facts(FACTOR), team.facts(FACTOR + 1), strict=True)
+        return [word % 2**64 if element.kind == "uint" else word for word in first]
+    pairs = zip(first, second, strict=True)
     values = [complex(_number(real), _number(imaginary)) for real, imaginary in pairs]
     return list(values) if element.kind == "complex" else [value.real for value in values]
 

@@ -1,0 +1,77 @@
+"""Programs: collectives of a device team, for posting."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from mpdist.algorithms.devices.order import Do, Tell, Wait, order
+from mpdist.algorithms.devices.plan import At, Fold, Plan, Where
+from mpdist.algorithms.devices.team import HaveTold, Team
+from mpdist.errors import DeviceFailed
+from mpdist.progress.marks import copied
+
+if TYPE_CHECKING:
+    from mpdist.memory import Buffer, Folder
+    from mpdist.progress.collective import Steps
+
+_OWN = (Where.X, Where.OUT)
+
+
+class Running:
+    """One collective of this member.
+
+    Args:
+        x, out: its arrays; of one element type.
+        folder: what reduces, if anything does.
+    """
+
+    def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder | None) -> None:
+        self._team = team
+        self._x = x
+        self._out = out
+        self._folder = folder
+
+    def run(self, plan: Plan) -> Steps[None]:
+        """Done when this member's result is there, for every stream to see.
+
+        Raises:
+            DeviceFailed: this member's device has failed.
+            CommRevoked: another's has.
+        """
+        team = self._team
+        team.lane.follow()
+        first = team.rounds
+        team.rounds += plan.rounds
+        try:
+            for step in order(plan, first):
+                if isinstance(step, Wait):
+                    if not team.have_told(step.told, step.rounds):
+                        yield HaveTold(team, step.told, step.rounds)
+                    team.follow(step.told, step.rounds)
+                elif isinstance(step, Tell):
+                    team.record(step.told, step.rounds)
+                else:
+                    self._do(step)
+            yield from copied([team.lane.mark()])
+        except BaseException as error:
+            if isinstance(error, DeviceFailed):
+                team.give_up()
+            with suppress(DeviceFailed):  # what is queued still reads and writes
+                team.lane.mark().wait()
+            raise
+
+    def _do(self, step: Do) -> None:
+        lane, number = self._team.lane, step.number
+        for piece in step.pieces:
+            if isinstance(piece, Fold):
+                assert self._folder is not None
+                sources = [self._address(at, number) for at in piece.sources]
+                lane.fold(self._folder, sources, [self._address(at, number) for at in piece.targets], piece.length)
+            else:
+                lane.copy(self._address(piece.source, number), self._address(piece.target, number), piece.nbytes)
+
+    def _address(self, at: At, number: int) -> int:
+        if at.where in _OWN:
+            return (self._x if at.where is Where.X else self._out).address + at.offset
+        return self._team.address(at.where, at.member, number) + at.offset

@@ -1,0 +1,160 @@
+"""Ways: how arrays on a device go in a collective.
+
+    IPC      straight between the devices of one node, see algorithms/devices
+    staged   through host memory, see staging.py: whatever else does not fit
+
+The way is chosen when the collective's turn comes, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpdist.algorithms.devices.joining import Joining, can_join
+from mpdist.algorithms.devices.plan import AllGather, AllReduce, Broadcast, Plan, ReduceScatter
+from mpdist.algorithms.devices.programs import Running
+from mpdist.algorithms.devices.team import HaveCome, Team
+from mpdist.algorithms.reduction import Reduction
+from mpdist.algorithms.shared.reduction import factors_in, words_of
+from mpdist.comm.mirror import Mirror
+from mpdist.errors import CollectiveMismatch
+from mpdist.memory import Buffer, Folder, as_buffer
+
+if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.collective import Steps
+
+# Bytes of one rank's input from which on IPC takes the place of staging. A guess: staging costs two copies and MPI's
+# call, some 50 us and more; IPC some events and launches, as many us. Nobody has measured it on a GPU.
+IPC_FROM = {
+    "all_reduce": 128 * 1024,
+    "reduce_scatter": 128 * 1024,
+    "all_gather": 128 * 1024,
+    "broadcast": 128 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that may go by IPC.
+
+    Attributes:
+        x, out: the arrays on the device; out is x where it has none.
+        how: what is reduced, if anything is.
+        src: the root, if there is one.
+        result: what the Mirrors of the result stand for.
+        forget: drops the Mirrors.
+    """
+
+    op: str
+    x: Buffer
+    out: Buffer
+    how: Reduction | None
+    src: int
+    result: Any
+    forget: Callable[[], None]
+
+    @classmethod
+    def of(cls, op: str, arguments: Sequence[Any]) -> Call | None:
+        """The call of these arguments of a program; None for one that is always staged."""
+        if op not in IPC_FROM:
+            return None
+        flat = list(_flat(arguments))
+        mirrors = [each for each in flat if isinstance(each, Mirror)]
+        how = next((each for each in flat if isinstance(each, Reduction)), None)
+        src = next((each for each in flat if isinstance(each, int)), 0)
+        if not mirrors or (how is None and op in ("all_reduce", "reduce_scatter")):
+            return None
+        x = mirrors[0]
+        out = x if op == "broadcast" else mirrors[-1] if op == "all_reduce" else mirrors[1] if mirrors[1:] else x
+        if out is x and op in ("all_gather", "reduce_scatter"):  # uneven blocks
+            return None
+        buffers = as_buffer(x.original), as_buffer(out.original)
+        return cls(op, *buffers, how, src, out.original, x.staging.forget)
+
+    def facts(self) -> tuple[int, int, int]:
+        """What the others need of this rank's."""
+        words = (0, 0) if self.how is None else words_of(self.how.op, self.x.element)
+        return self.src, *words
+
+    def plan(self, team: Team) -> Plan:
+        """What this rank does."""
+        rank, size, count, itemsize = team.rank, team.size, self.x.count, self.x.element.itemsize
+        if self.op == "broadcast":
+            return Broadcast(rank, size, count, itemsize, self.src)
+        return _PLANS[self.op](rank, size, count, itemsize)
+
+    def folder(self, told: Sequence[Sequence[int]]) -> Folder | None:
+        """What reduces, by the factors of all ranks."""
+        if self.how is None:
+            return None
+        op, element = self.how.op, self.x.element
+        factors = factors_in([facts[2] for facts in told], [facts[3] for facts in told], op, element)
+        return Folder(op, element, self.how.size, factors)
+
+    def run(self, team: Team, told: Sequence[Sequence[int]]) -> Steps[Any]:
+        """The program; its result is the array on the device."""
+        try:
+            yield from Running(team, self.x, self.out, self.folder(told)).run(self.plan(team))
+        finally:
+            self.forget()
+        return self.result
+
+
+_PLANS: dict[str, Callable[[int, int, int, int], Plan]] = {
+    "all_reduce": AllReduce,
+    "reduce_scatter": ReduceScatter,
+    "all_gather": AllGather,
+}
+
+
+def way(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps[Any] | None]:
+    """The program of a collective whose turn has come; None: staged.
+
+    Raises:
+        SizeMismatch, CollectiveMismatch: the ranks' calls do not go together; all stay in step.
+    """
+    if not isinstance(channel.devices, Joining) and not can_join(channel):
+        return None
+    call, number = Call.of(op, arguments), channel.turn
+    if call is not None and channel.devices is None:
+        channel.devices = Joining(channel, call.x.device)
+    joining = channel.devices
+    if not isinstance(joining, Joining):
+        return None
+    team = None if call is None else joining.come(number, call.x.device)
+    if team is None or call is None or call.x.nbytes < IPC_FROM[op]:
+        joining.tell_host(number)
+        return None
+    team.tell_device(number, op, call.x.nbytes, *call.facts())
+    if not team.have_come(number):
+        yield HaveCome(team, number)
+    told = team.calls.facts(number)
+    if told is None:
+        return None
+    _check(channel, team, op, told)
+    return call.run(team, told)
+
+
+def give_up(channel: Channel) -> None:
+    """This rank's device has failed: others are not to wait for it."""
+    if isinstance(channel.devices, Joining):
+        channel.devices.give_up()
+
+
+def _check(channel: Channel, team: Team, op: str, told: Sequence[Sequence[int]]) -> None:
+    misfit = team.misfit(told)
+    if misfit is not None:
+        raise misfit
+    if len({facts[1] for facts in told}) > 1:
+        raise CollectiveMismatch(f"{op} on {channel.where()}: the ranks differ in src or dst; give all the same")
+
+
+def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _flat(argument)
+        else:
+            yield argument

@@ -1,0 +1,139 @@
+"""CUDA IPC by CuPy: memory and events that several processes share, and work on them; see Sharing.
+
+Blocks are of cudaMalloc, for memory of CuPy's pool has neighbours that would be
+exported with it, and what cudaMallocAsync, expandable segments or managed memory give
+has no handle. See https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.memory import cuda_kernels as kernels
+from mpdist.memory.sharing import Export, Signal
+
+if TYPE_CHECKING:
+    from mpdist.memory.cuda import Cuda, CudaMark
+    from mpdist.memory.folding import Folder
+
+# cudaMemcpyKind: found out by the addresses, which may be of two devices.
+_ANYWHERE = 4
+
+
+class CudaSharing:
+    """One GPU."""
+
+    def __init__(self, gpu: Cuda) -> None:
+        self._gpu = gpu
+        self._runtime = gpu.runtime
+        self._own: dict[int, Any] = {}  # events: CuPy destroys one that nobody holds
+        self._kernels: dict[tuple[object, ...], Any] = {}
+
+    def export(self, nbytes: int) -> Export:
+        """See Sharing."""
+        with self._gpu.active():
+            address = self._runtime.malloc(nbytes)
+            try:
+                return Export(address, nbytes, self._runtime.ipcGetMemHandle(address))
+            except BaseException:
+                self._runtime.free(address)
+                raise
+
+    def release(self, export: Export) -> None:
+        """See Sharing."""
+        with self._gpu.active():
+            self._runtime.free(export.address)
+
+    def open(self, handle: bytes) -> int:
+        """See Sharing."""
+        with self._gpu.active():
+            return int(self._runtime.ipcOpenMemHandle(handle))  # peer access is enabled with it
+
+    def close(self, address: int) -> None:
+        """See Sharing."""
+        with self._gpu.active():
+            self._runtime.ipcCloseMemHandle(address)
+
+    def signal(self) -> Signal:
+        """See Sharing."""
+        with self._gpu.active():
+            event = self._gpu.cuda.Event(disable_timing=True, interprocess=True)
+            self._own[event.ptr] = event
+            return Signal(event.ptr, self._runtime.ipcGetEventHandle(event.ptr))
+
+    def open_signal(self, handle: bytes) -> int:
+        """See Sharing."""
+        with self._gpu.active():
+            return int(self._runtime.ipcOpenEventHandle(handle))
+
+    def close_signal(self, event: int) -> None:
+        """See Sharing."""
+        if self._own.pop(event, None) is None:
+            with self._gpu.active():
+                self._runtime.eventDestroy(event)
+
+    def lane(self) -> CudaLane:
+        """See Sharing."""
+        return CudaLane(self._gpu, self)
+
+    def kernel(self, folder: Folder, sources: int, targets: int) -> Any:
+        """The kernel that reduces; compiled when it is first called, and cached by CuPy."""
+        key = folder.op.name, folder.element.code, kernels.divides(folder), sources, targets
+        known = self._kernels.get(key)
+        if known is None:
+            text = kernels.source(folder, sources, targets)
+            known = self._kernels[key] = self._gpu.raw_kernel(text, kernels.NAME, kernels.FLAGS)
+        return known
+
+
+class CudaLane:
+    """A stream."""
+
+    def __init__(self, gpu: Cuda, sharing: CudaSharing) -> None:
+        self._gpu = gpu
+        self._runtime = gpu.runtime
+        self._sharing = sharing
+        with gpu.active():
+            self._stream = gpu.cuda.Stream(non_blocking=True)
+
+    def follow(self) -> None:
+        """See Lane."""
+        with self._gpu.active():
+            self._stream.wait_event(self._gpu.entered())
+
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        """See Lane."""
+        with self._gpu.active():
+            self._runtime.memcpyAsync(target, source, nbytes, _ANYWHERE, self._stream.ptr)
+
+    def fold(self, folder: Folder, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
+        """See Lane."""
+        element = folder.element
+        addresses = [*sources, *targets]
+        arguments = (
+            *(np.uint64(address) for address in addresses),
+            np.int64(count),
+            np.int32(kernels.are_aligned(addresses)),
+            kernels.real_of(element)(folder.terms or 1),
+            *(folder.factors or ()),
+        )
+        with self._gpu.active(), self._stream:
+            kernel = self._sharing.kernel(folder, len(sources), len(targets))
+            kernel((kernels.blocks(element, count),), (kernels.THREADS,), arguments)
+
+    def record(self, event: int) -> None:
+        """See Lane."""
+        with self._gpu.active():
+            self._runtime.eventRecord(event, self._stream.ptr)
+
+    def wait(self, event: int) -> None:
+        """See Lane."""
+        with self._gpu.active():
+            self._runtime.streamWaitEvent(self._stream.ptr, event)
+
+    def mark(self) -> CudaMark:
+        """See Lane."""
+        return self._gpu.mark(self._stream)
