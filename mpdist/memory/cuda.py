@@ -44,7 +44,14 @@ class Cuda:
 
         self.cuda: Any = cupy.cuda
         self.runtime: Any = cupy.cuda.runtime
-        self.raw_kernel: Any = getattr(cupy, "RawKernel", None)
+        self.raw_kernel: Any = cupy.RawKernel
+        # Kernels are launched by the driver, and compiled by a library of its own.
+        self._failure: tuple[type[Exception], ...] = (
+            self.runtime.CUDARuntimeError,
+            self.cuda.driver.CUDADriverError,
+            self.cuda.compiler.CompileException,
+            self.cuda.nvrtc.NVRTCError,
+        )
         self._device: Any = cupy.cuda.Device(index)
         self._index = index
         with self._device:
@@ -134,7 +141,7 @@ class Cuda:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The device is the present one; its errors are DeviceFailed."""
-        with self._device, failures(self.runtime.CUDARuntimeError):
+        with self._device, failures(self._failure):
             yield
 
     def pin(self, memory: Array) -> bool:
@@ -172,7 +179,7 @@ class CudaMark:
 
 
 @contextlib.contextmanager
-def failures(kind: type[Exception]) -> Iterator[None]:
+def failures(kind: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
     """Errors of a device as ours: those of another library may come from a signal's handler."""
     try:
         yield

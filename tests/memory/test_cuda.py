@@ -39,7 +39,10 @@ class Recorded:
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
             runtime=runtime, Device=Nothing, Stream=self._stream, Event=self._event,
             get_current_stream=lambda: SimpleNamespace(ptr=CURRENT),
+            driver=SimpleNamespace(CUDADriverError=RuntimeError), nvrtc=SimpleNamespace(NVRTCError=RuntimeError),
+            compiler=SimpleNamespace(CompileException=RuntimeError),
         )  # fmt: skip
+        cupy.RawKernel = None  # type: ignore[attr-defined]
         return cupy
 
     def _refuse(self, *_: object) -> None:

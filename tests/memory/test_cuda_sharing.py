@@ -43,8 +43,10 @@ class Recorded:
         cupy = ModuleType("cupy")
         cupy.RawKernel = self._kernel  # type: ignore[attr-defined]
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-            runtime=runtime, Device=Context, Stream=self._stream, Event=self._event
-        )
+            runtime=runtime, Device=Context, Stream=self._stream, Event=self._event,
+            driver=SimpleNamespace(CUDADriverError=OSError), nvrtc=SimpleNamespace(NVRTCError=EOFError),
+            compiler=SimpleNamespace(CompileException=SyntaxError),
+        )  # fmt: skip
         return cupy
 
     def _call(self, name: str, answer: Any) -> Any:
@@ -187,6 +189,18 @@ def test_factors_go_as_what_is_computed_in(cupy: Recorded) -> None:
     for name, kind in (("bfloat16", np.float32), ("int8", np.int8), ("complex64", np.complex64)):
         lane.fold(Folder(premul_sum(2), BY_NAME[name], None, [2, 3]), [16, 32], [48], 4)
         assert [type(each) for each in cupy.calls[-1][4][-2:]] == [kind] * 2
+
+
+@pytest.mark.parametrize("kind", [OSError, EOFError, SyntaxError])
+def test_a_kernel_that_cannot_be_compiled_or_launched_is_an_error_of_the_device(
+    cupy: Recorded, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("no compiler")
+
+    sys.modules["cupy"].RawKernel = fail
+    with pytest.raises(DeviceFailed, match="no compiler"):
+        Cuda(0).sharing().lane().fold(Folder(as_op("sum"), BY_NAME["int8"], None), [16, 32], [48], 4)
 
 
 def test_errors_are_ours(cupy: Recorded) -> None:

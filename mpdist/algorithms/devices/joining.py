@@ -23,7 +23,7 @@ from mpdist.algorithms.devices import announcing
 from mpdist.algorithms.devices.team import WORDS, Team, new_line, take_offer
 from mpdist.algorithms.devices.words import SINCE, STATE, State, joint_start
 from mpdist.errors import DeviceFailed
-from mpdist.memory import BY_NAME, Buffer
+from mpdist.memory import BY_NAME, Buffer, Folder, as_op
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.exports import Exports, Offer
 
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.engine import Engine
 
-PATTERN_BYTES = 4096
+# What a member writes into its block for others to find there, and so much again that a kernel makes of it.
+PATTERN_BYTES = 2048
+
+_UINT8 = BY_NAME["uint8"]
 
 
 def can_join(channel: Channel) -> bool:
@@ -141,12 +144,15 @@ class Joining:
             self.state = State.REFUSED
 
     def _offered(self) -> Offer:
-        """A block with the pattern in it, and events of which the first has happened."""
+        """A block with the pattern in it, and events that have happened."""
         assert self._line is not None
         offer = take_offer(self._exports, self._line)
-        pattern = self._pattern(self._channel.rank)  # kept until it has been copied
-        self._exports.accelerator.copy_in(pattern, self._bytes(offer.block.address), 0).wait()
+        pattern, address = self._pattern(self._channel.rank), offer.block.address
+        self._exports.accelerator.copy_in(pattern, self._bytes(address), 0).wait()
         self._lane = self._exports.sharing.lane()
+        self._lane.fold(
+            Folder(as_op("sum"), _UINT8, None), [address, address], [address + PATTERN_BYTES], PATTERN_BYTES
+        )
         for signal in offer.signals:
             self._lane.record(signal.event)
         self._lane.mark().wait()
@@ -188,9 +194,10 @@ class Joining:
 
     def _check(self, team: Team, member: int) -> None:
         """Raise DeviceFailed unless a member's block holds what it has written there."""
-        found = np.empty(PATTERN_BYTES, np.uint8)
+        pattern = self._pattern(member)
+        found = np.empty(2 * PATTERN_BYTES, np.uint8)
         self._exports.accelerator.copy_out(self._bytes(team.block(member)), 0, found).wait()
-        if not np.array_equal(found, self._pattern(member)):
+        if not np.array_equal(found, np.concatenate([pattern, pattern + pattern])):
             raise DeviceFailed(f"the memory of rank {member}, opened here, holds other values than there")
 
     def _look(self, number: int) -> None:
@@ -222,4 +229,4 @@ class Joining:
         return np.frombuffer(digest * (PATTERN_BYTES // 64), np.uint8)
 
     def _bytes(self, address: int) -> Buffer:
-        return Buffer(None, PATTERN_BYTES, PATTERN_BYTES, BY_NAME["uint8"], self.device, False, None, address)
+        return Buffer(None, 2 * PATTERN_BYTES, 2 * PATTERN_BYTES, _UINT8, self.device, False, None, address)

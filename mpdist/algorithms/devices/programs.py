@@ -35,6 +35,8 @@ class Running:
     def run(self, plan: Plan) -> Steps[None]:
         """Done when this member's result is there, for every stream to see.
 
+        Whatever ends it before leaves the members out of step: they give the communicator up.
+
         Raises:
             DeviceFailed: this member's device has failed.
             CommRevoked: another's has.
@@ -54,9 +56,8 @@ class Running:
                 else:
                     self._do(step)
             yield from copied([team.lane.mark()])
-        except BaseException as error:
-            if isinstance(error, DeviceFailed):
-                team.give_up()
+        except BaseException:
+            team.give_up()
             with suppress(DeviceFailed):  # what is queued still reads and writes
                 team.lane.mark().wait()
             raise

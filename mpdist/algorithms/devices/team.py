@@ -130,14 +130,16 @@ class Team:
         return False
 
     def give_up(self) -> None:
-        """Others are not to wait for this member."""
+        """Others are not to wait for this member, which refuses further use."""
+        if not self.channel.broken:
+            self.channel.give_up("a collective between devices was ended before its time, so its ranks are out of step")
         self._mine[GIVEN_UP] = 1
         self.ring()
 
     def _deserted(self, rank: int) -> CommRevoked:
-        self.give_up()
-        why = f"rank {rank} gave it up, because a device has failed"
+        why = f"rank {rank} gave it up, where a collective between devices had failed"
         self.channel.give_up(why)
+        self.give_up()
         return CommRevoked(f"a collective on {self.channel.where()} waits in vain: {why}; its own error says more")
 
     def ring(self) -> None:
