@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from mpdist.algorithms.devices.joining import can_join, exports_of
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
 from mpdist.comm.objects import Objects
-from mpdist.errors import UsageError
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
@@ -22,6 +25,7 @@ from mpdist.progress.channel import Channel
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
+    from mpdist.memory import Device
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Transport
 
@@ -133,16 +137,23 @@ class Communicator(Objects, Collectives, Groups):
         private memory, and stderr says so once.
 
         Args:
-            device: "cuda" or "cuda:1" for a CuPy array there, which travels through host memory as any other does.
+            device: "cuda" or "cuda:1" for a CuPy array there, which the other ranks of this node read where it is,
+                if their GPUs can; its memory serves later arrays of about its size, and goes back at the end.
 
         Raises:
             UsageError: no such device.
             Unavailable: CuPy is not installed.
         """
         if device != "cpu":
-            return accelerator_of(device_of(device)).empty(np.atleast_1d(shape).tolist(), np.dtype(dtype))
+            return self._empty_there(device_of(device), np.atleast_1d(shape).tolist(), np.dtype(dtype))
         shared = self._channel.engine.shared
         return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
+
+    def _empty_there(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
+        if prod(shape) and can_join(self._channel):
+            with suppress(DeviceFailed):  # then it is like any other
+                return exports_of(self._channel.engine, device).array(shape, dtype)
+        return accelerator_of(device).empty(shape, dtype)
 
     def __repr__(self) -> str:
         state = ", closed" if self._channel.is_closed else ""

@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpdist.algorithms.devices import direct_plan, plan
 from mpdist.algorithms.devices.joining import Joining, can_join
-from mpdist.algorithms.devices.plan import AllGather, AllReduce, Broadcast, Plan, ReduceScatter
+from mpdist.algorithms.devices.plan import Plan
 from mpdist.algorithms.devices.programs import Running
 from mpdist.algorithms.devices.team import HaveCome, Team
+from mpdist.algorithms.devices.words import Facts, handle_in, words_of_handle
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.reduction import factors_in, words_of
 from mpdist.comm.mirror import Mirror
 from mpdist.errors import CollectiveMismatch
 from mpdist.memory import Buffer, Folder, as_buffer
+from mpdist.memory.exports import PRIVATE
+from mpdist.memory.sharing import HANDLE_BYTES
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -34,6 +38,11 @@ IPC_FROM = {
     "all_gather": 128 * 1024,
     "broadcast": 128 * 1024,
 }
+
+
+# Where the facts that ranks tell each other are; the first is the call itself.
+_SRC, _FACTOR, _X_AT, _OUT_AT, _X_HANDLE, _OUT_HANDLE = 1, 2, 4, 5, 6, 14
+_NO_HANDLE = bytes(HANDLE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -68,45 +77,74 @@ class Call:
         if not mirrors or (how is None and op in ("all_reduce", "reduce_scatter")):
             return None
         x = mirrors[0]
+        if x.nbytes < IPC_FROM[op]:
+            return None
         out = x if op == "broadcast" else mirrors[-1] if op == "all_reduce" else mirrors[1] if mirrors[1:] else x
         if out is x and op in ("all_gather", "reduce_scatter"):  # uneven blocks
             return None
         buffers = as_buffer(x.original), as_buffer(out.original)
         return cls(op, *buffers, how, src, out.original, x.staging.forget)
 
-    def facts(self) -> tuple[int, int, int]:
+    def facts(self, joining: Joining) -> list[int]:
         """What the others need of this rank's."""
         words = (0, 0) if self.how is None else words_of(self.how.op, self.x.element)
-        return self.src, *words
+        (x_at, x_handle), (out_at, out_handle) = joining.place_of(self.x), joining.place_of(self.out)
+        handles = [*words_of_handle(x_handle or _NO_HANDLE), *words_of_handle(out_handle or _NO_HANDLE)]
+        return [self.src, *words, x_at, out_at, *handles]
 
-    def plan(self, team: Team) -> Plan:
-        """What this rank does."""
-        rank, size, count, itemsize = team.rank, team.size, self.x.count, self.x.element.itemsize
-        if self.op == "broadcast":
-            return Broadcast(rank, size, count, itemsize, self.src)
-        return _PLANS[self.op](rank, size, count, itemsize)
-
-    def folder(self, told: Sequence[Sequence[int]]) -> Folder | None:
+    def folder(self, told: Sequence[Facts]) -> Folder | None:
         """What reduces, by the factors of all ranks."""
         if self.how is None:
             return None
         op, element = self.how.op, self.x.element
-        factors = factors_in([facts[2] for facts in told], [facts[3] for facts in told], op, element)
+        factors = factors_in(_column(told, _FACTOR), _column(told, _FACTOR + 1), op, element)
         return Folder(op, element, self.how.size, factors)
 
-    def run(self, team: Team, told: Sequence[Sequence[int]]) -> Steps[Any]:
+    def is_direct(self, told: Sequence[Facts]) -> bool:
+        """Whether all that others read is memory that they reach; the same on all ranks."""
+        if self.op == "broadcast":
+            return told[self.src][_X_AT] != PRIVATE
+        places = _column(told, _X_AT) + (_column(told, _OUT_AT) if self.op == "all_reduce" else [])
+        return PRIVATE not in places
+
+    def run(self, team: Team, told: Sequence[Facts]) -> Steps[Any]:
         """The program; its result is the array on the device."""
         try:
-            yield from Running(team, self.x, self.out, self.folder(told)).run(self.plan(team))
+            plans = DIRECT if self.is_direct(told) else SLOTS
+            arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
+            chosen = plans[self.op](*arguments, *([self.src] if self.op == "broadcast" else []))
+            x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
+            if plans is DIRECT:
+                _open(team, told, _X_AT, _X_HANDLE, x)
+                _open(team, told, _OUT_AT, _OUT_HANDLE, out)
+            yield from Running(team, self.folder(told), x, out).run(chosen)
         finally:
             self.forget()
         return self.result
 
 
-_PLANS: dict[str, Callable[[int, int, int, int], Plan]] = {
-    "all_reduce": AllReduce,
-    "reduce_scatter": ReduceScatter,
-    "all_gather": AllGather,
+def _open(team: Team, told: Sequence[Facts], at: int, handle: int, addresses: dict[int, int]) -> None:
+    """The addresses of others' arrays, as far as they reach them."""
+    for member, facts in enumerate(told):
+        if member != team.rank and facts[at] != PRIVATE:
+            addresses[member] = team.opened(handle_in(facts, handle)) + facts[at]
+
+
+def _column(told: Sequence[Facts], at: int) -> list[int]:
+    return [facts[at] for facts in told]
+
+
+SLOTS: dict[str, Callable[..., Plan]] = {
+    "all_reduce": plan.AllReduce,
+    "reduce_scatter": plan.ReduceScatter,
+    "all_gather": plan.AllGather,
+    "broadcast": plan.Broadcast,
+}
+DIRECT: dict[str, Callable[..., Plan]] = {
+    "all_reduce": direct_plan.AllReduce,
+    "reduce_scatter": direct_plan.ReduceScatter,
+    "all_gather": direct_plan.AllGather,
+    "broadcast": direct_plan.Broadcast,
 }
 
 
@@ -125,10 +163,10 @@ def way(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps[Any]
     if not isinstance(joining, Joining):
         return None
     team = None if call is None else joining.come(number, call.x.device)
-    if team is None or call is None or call.x.nbytes < IPC_FROM[op]:
+    if team is None or call is None:
         joining.tell_host(number)
         return None
-    team.tell_device(number, op, call.x.nbytes, *call.facts())
+    team.tell_device(number, op, call.x.nbytes, *call.facts(joining))
     if not team.have_come(number):
         yield HaveCome(team, number)
     told = team.calls.facts(number)
@@ -144,11 +182,11 @@ def give_up(channel: Channel) -> None:
         channel.devices.give_up()
 
 
-def _check(channel: Channel, team: Team, op: str, told: Sequence[Sequence[int]]) -> None:
+def _check(channel: Channel, team: Team, op: str, told: Sequence[Facts]) -> None:
     misfit = team.misfit(told)
     if misfit is not None:
         raise misfit
-    if len({facts[1] for facts in told}) > 1:
+    if len({facts[_SRC] for facts in told}) > 1:
         raise CollectiveMismatch(f"{op} on {channel.where()}: the ranks differ in src or dst; give all the same")
 
 

@@ -47,6 +47,14 @@ class CudaSharing:
         with self._gpu.active():
             self._runtime.free(export.address)
 
+    def array(self, block: Export, shape: Sequence[int], dtype: np.dtype[np.generic], owner: object) -> object:
+        """See Sharing."""
+        import cupy
+
+        with self._gpu.active():
+            memory = self._gpu.cuda.UnownedMemory(block.address, block.nbytes, owner)
+            return cupy.ndarray(tuple(shape), dtype, self._gpu.cuda.MemoryPointer(memory, 0))
+
     def open(self, handle: bytes) -> int:
         """See Sharing."""
         with self._gpu.active():

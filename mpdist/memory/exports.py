@@ -7,16 +7,30 @@ which is new for new memory. Nothing goes back before the end, when nobody works
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mpdist.errors import DeviceFailed
 from mpdist.memory.sharing import Export, Signal
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
+    from mpdist.memory.buffer import Buffer
+
+# Blocks for arrays are multiples of this, as cudaMalloc's are: so that one of about the size serves the next array.
+UNIT_BYTES = 2 * 1024 * 1024
+
+PRIVATE = -1
+"""In place of an offset: memory that others do not reach."""
+
+_LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,8 @@ class Exports:
         self._free: list[Offer] = []
         self._blocks: dict[bytes, int] = {}
         self._signals: dict[bytes, int] = {}
+        self._arrays: list[tuple[int, int, bytes]] = []  # address, size and handle of blocks for arrays, sorted
+        self._spare: dict[int, list[Export]] = {}
 
     def take(self, nbytes: int, signals: int) -> Offer:
         """A block and events, until `give_back`.
@@ -82,6 +98,36 @@ class Exports:
         """
         return _known(self._signals, handle, self.sharing.open_signal)
 
+    # ------------------------------------------------------------------ arrays
+
+    def array(self, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
+        """A new array in a block of its own, not initialised; the block serves another one when it goes.
+
+        Raises:
+            DeviceFailed: no memory that others can open is left.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        size = -(-max(nbytes, 1) // UNIT_BYTES) * UNIT_BYTES
+        try:
+            block = self._spare.setdefault(size, []).pop()
+        except IndexError:
+            block = self.sharing.export(size)
+            insort(self._arrays, (block.address, block.nbytes, block.handle))
+        return self.sharing.array(block, shape, dtype, _Lent(self, block))
+
+    def take_back(self, block: Export) -> None:
+        """No array lies in it any more; from any thread, also while memory is being collected."""
+        self._spare.setdefault(block.nbytes, []).append(block)
+
+    def place_of(self, buffer: Buffer) -> tuple[int, bytes]:
+        """The offset of an array in its block, and the block's handle; PRIVATE, b"" for other memory."""
+        index = bisect_right(self._arrays, (buffer.address, _LARGEST, b"")) - 1
+        if index >= 0 and buffer.nbytes:
+            address, nbytes, handle = self._arrays[index]
+            if buffer.address + buffer.nbytes <= address + nbytes:
+                return buffer.address - address, handle
+        return PRIVATE, b""
+
     def close(self) -> None:
         """Close what others own, which may be gone by now; ours go with the process, for others may have them open."""
         for event in self._signals.values():
@@ -93,6 +139,18 @@ class Exports:
         self._signals.clear()
         self._blocks.clear()
         self._free.clear()
+
+
+class _Lent:
+    """Kept by an array: its block is free when nobody holds it any more."""
+
+    def __init__(self, home: Exports, block: Export) -> None:
+        self._home = home
+        self._block = block
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._home.take_back(self._block)
 
 
 def _known(table: dict[bytes, int], handle: bytes, make: Callable[[bytes], int]) -> int:

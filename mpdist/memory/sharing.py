@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
     from mpdist.memory.folding import Folder
@@ -77,6 +79,9 @@ class Sharing(Protocol):
 
     def release(self, export: Export) -> None:
         """Give a block back; nobody has it open."""
+
+    def array(self, block: Export, shape: Sequence[int], dtype: np.dtype[np.generic], owner: object) -> object:
+        """An array at the beginning of a block, which keeps its owner."""
 
     def open(self, handle: bytes) -> int:
         """Address in this process of another one's block."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mpdist.algorithms.devices import direct_plan
 from mpdist.algorithms.devices import plan as plans
 from mpdist.algorithms.devices.order import Tell, Wait, order
-from mpdist.algorithms.devices.plan import AllGather, AllReduce, At, Broadcast, Fold, Plan, ReduceScatter, Where
+from mpdist.algorithms.devices.plan import AllReduce, At, Fold, Plan, Where
 
 POISON = 0xDEAD
 ITEM = np.dtype(np.int64)
@@ -28,7 +30,8 @@ class Member:
     def memory(self, at: At, number: int, count: int) -> np.ndarray:
         start = at.offset // ITEM.itemsize
         if at.where in (Where.X, Where.OUT):
-            memory = self.x if at.where is Where.X else self.out
+            owner = self.node[at.member]
+            memory = owner.x if at.where is Where.X else owner.out
         else:
             memory = self.node[at.member].block
             start += plans.place_in_block(at.where, number) // ITEM.itemsize
@@ -80,20 +83,29 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 COUNTS = (0, 1, 7, 512, 513, 3000)
 
 
-def cases(size: int, count: int, values: list[np.ndarray]) -> Iterator[tuple[str, list[Plan], list[np.ndarray]]]:
+@pytest.fixture(params=[plans, direct_plan], ids=["slots", "direct"])
+def way(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def cases(
+    way: Any, size: int, count: int, values: list[np.ndarray]
+) -> Iterator[tuple[str, list[Plan], list[np.ndarray]]]:
     """Name, the plans of all members, and what must be in their OUT, or for broadcast in their x."""
-    nbytes = ITEM.itemsize
-    yield "all_reduce", [AllReduce(r, size, count, nbytes) for r in range(size)], [sum(values)] * size
-    yield "all_gather", [AllGather(r, size, count, nbytes) for r in range(size)], [np.concatenate(values)] * size
-    src = count % size
-    yield "broadcast", [Broadcast(r, size, count, nbytes, src) for r in range(size)], [values[src]] * size
+    nbytes, src = ITEM.itemsize, count % size
     rows = sum(values)[: count // size * size].reshape(size, -1)
-    yield "reduce_scatter", [ReduceScatter(r, size, rows.size, nbytes) for r in range(size)], list(rows)
+    for name, make, elements, expected in (
+        ("all_reduce", way.AllReduce, count, [sum(values)] * size),
+        ("all_gather", way.AllGather, count, [np.concatenate(values)] * size),
+        ("reduce_scatter", way.ReduceScatter, rows.size, list(rows)),
+    ):
+        yield name, [make(rank, size, elements, nbytes) for rank in range(size)], expected
+    yield "broadcast", [way.Broadcast(rank, size, count, nbytes, src) for rank in range(size)], [values[src]] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_collectives_one_after_the_other_in_any_order_of_members(size: int, seed: int) -> None:
+def test_collectives_one_after_the_other_in_any_order_of_members(way: Any, size: int, seed: int) -> None:
     chance = random.Random(100 * size + seed)
     node: list[Member] = []
     node += [Member(node, rank, np.empty(0, ITEM), np.empty(0, ITEM)) for rank in range(size)]
@@ -102,7 +114,7 @@ def test_collectives_one_after_the_other_in_any_order_of_members(size: int, seed
     work: list[tuple[str, list[Plan], list[np.ndarray], list[np.ndarray]]] = []
     for count in chance.sample(COUNTS, 4):
         values = [np.arange(count, dtype=ITEM) * 7 + 1000 * rank + seed for rank in range(size)]
-        for name, members, expected in cases(size, count, values):
+        for name, members, expected in cases(way, size, count, values):
             work.append((name, members, expected, values))
     chance.shuffle(work)
     results: list[tuple[str, int, np.ndarray, np.ndarray]] = []
@@ -114,9 +126,11 @@ def test_collectives_one_after_the_other_in_any_order_of_members(size: int, seed
             member.x = values[member.rank][: plan.count].copy()
             out = np.full(len(expected[member.rank]), POISON, ITEM)
             member.out = member.x if name == "broadcast" or (name == "all_reduce" and number % 2) else out
-            results.append((name, member.rank, member.out, expected[member.rank]))
             yield from member.run(plan, number)
             number += plan.rounds
+            results.append((name, member.rank, member.out.copy(), expected[member.rank]))
+            for array in (member.x, member.out):  # which belong to the program again
+                array[:] = POISON
 
     runs = [all_of(member) for member in node]
     finish(runs, chance)

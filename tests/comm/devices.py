@@ -30,6 +30,9 @@ class Gpu(Protocol):
     def array(self, values: Any) -> Any:
         """An array there that gets these values late."""
 
+    def fill(self, array: Any, values: Any) -> None:
+        """Give an array there these values, late."""
+
 
 class CupyGpu:
     def __init__(self) -> None:
@@ -41,9 +44,13 @@ class CupyGpu:
     def array(self, values: Any) -> Any:
         there = self._cupy.asarray(np.asarray(values))
         late = self._cupy.zeros_like(there)
-        self._spin((1,), (1,), (np.int64(SPIN_TICKS),))
-        late[...] = there
+        self.fill(late, there)
         return late
+
+    def fill(self, array: Any, values: Any) -> None:
+        there = self._cupy.asarray(values)
+        self._spin((1,), (1,), (np.int64(SPIN_TICKS),))
+        array[...] = there
 
 
 @contextmanager

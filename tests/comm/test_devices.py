@@ -317,6 +317,7 @@ async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake_gpu: Si
 
 async def test_large_arrays_travel_in_chunks(comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(comm._channel.engine, "has_ipc", False)
     x = fake_gpu.array(np.ones(100_000, np.float32))
     await comm.all_reduce(x)
     check(x, np.full(100_000, comm.size, np.float32))

@@ -167,12 +167,16 @@ class Simulated:
         """An array that gets its values late, in the program's stream; until then it holds others."""
         values = np.asarray(values)
         array = self.empty(values.shape, values.dtype)
+        self.fill(array, values)
+        return array
 
-        def fill() -> None:
+    def fill(self, array: DeviceArray, values: Any) -> None:
+        """Give an array its values, as late."""
+
+        def late() -> None:
             array._values[...] = values
 
-        self.program.run(fill)
-        return array
+        self.program.run(late)
 
 
 def _address(memory: Array) -> int:

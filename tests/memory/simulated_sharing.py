@@ -110,6 +110,11 @@ class SimulatedSharing:
     def release(self, export: Export) -> None:
         self._own.pop(export.address).fill(FREED)
 
+    def array(self, block: Export, shape: Sequence[int], dtype: Any, owner: object) -> Any:
+        from memory.simulated import DeviceArray
+
+        return DeviceArray(np.asarray(_Room(block, tuple(shape), dtype, owner)))
+
     def open(self, handle: bytes) -> int:
         with failures(RuntimeError):
             if any(handle == known for known, _ in self.opened.values()):
@@ -200,6 +205,16 @@ class SimulatedLane:
         mark = self._stream.mark()
         mark.error = self._device.fails
         return mark
+
+
+class _Room:
+    """A block's memory, as NumPy asks for it."""
+
+    def __init__(self, block: Export, shape: tuple[int, ...], dtype: Any, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3, "data": (block.address, False), "typestr": np.dtype(dtype).str, "shape": shape
+        }  # fmt: skip
 
 
 def _array(address: int, count: int, dtype: np.dtype[Any]) -> Any:

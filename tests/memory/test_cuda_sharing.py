@@ -125,6 +125,16 @@ def test_a_block_is_exported_opened_closed_and_given_back(cupy: Recorded) -> Non
     ]
 
 
+def test_an_array_lies_in_a_block_and_keeps_its_owner(cupy: Recorded) -> None:
+    module: Any = sys.modules["cupy"]
+    module.cuda.UnownedMemory = lambda *arguments: ("memory", *arguments)
+    module.cuda.MemoryPointer = lambda *arguments: ("pointer", *arguments)
+    module.ndarray = lambda *arguments: arguments
+    sharing, owner, dtype = Cuda(0).sharing(), object(), np.dtype(np.int8)
+    x = sharing.array(sharing.export(1 << 20), [2, 3], dtype, owner)
+    assert x == ((2, 3), dtype, ("pointer", ("memory", 4096, 1 << 20, owner), 0))
+
+
 def test_a_block_without_a_handle_is_given_back(cupy: Recorded) -> None:
     sharing = Cuda(0).sharing()
 

@@ -35,11 +35,11 @@ class Where(Enum):
 
 
 class At(NamedTuple):
-    """A place in a member's memory, in bytes; in X and OUT of this member."""
+    """A place in a member's memory, in bytes."""
 
     where: Where
     offset: int
-    member: int = -1
+    member: int
 
 
 class Move(NamedTuple):
@@ -160,23 +160,23 @@ class AllReduce(Even):
     def show(self, place: int) -> Iterator[Piece]:
         start, at = self._cuts(place)
         for low, high in ((0, at[self.rank]), (at[self.rank + 1], at[-1])):
-            yield from self.move(At(Where.X, start + low), At(Where.SLOT, low, self.rank), high - low)
+            yield from self.move(At(Where.X, start + low, self.rank), At(Where.SLOT, low, self.rank), high - low)
 
     def take(self, place: int) -> Iterator[Piece]:
         start, at = self._cuts(place)
         low, high = at[self.rank], at[self.rank + 1]
         sources = [
-            At(Where.X, start + low) if member == self.rank else At(Where.SLOT, low, member)
+            At(Where.X, start + low, self.rank) if member == self.rank else At(Where.SLOT, low, member)
             for member in range(self.size)
         ]
-        targets = [At(Where.OUT, start + low), At(Where.RESULT, 0, self.rank)]
+        targets = [At(Where.OUT, start + low, self.rank), At(Where.RESULT, 0, self.rank)]
         yield from self.fold(sources, targets, high - low)
 
     def finish(self, place: int) -> Iterator[Piece]:
         start, at = self._cuts(place)
         for member in self.others():
             low, high = at[member], at[member + 1]
-            yield from self.move(At(Where.RESULT, 0, member), At(Where.OUT, start + low), high - low)
+            yield from self.move(At(Where.RESULT, 0, member), At(Where.OUT, start + low, self.rank), high - low)
 
     def _cuts(self, place: int) -> tuple[int, list[int]]:
         start, end = self.span(place)
@@ -194,16 +194,16 @@ class ReduceScatter(Even):
         start, end = self.span(place)
         for row in self.others():
             source, target = row * self.columns + start, row * (end - start)
-            yield from self.move(At(Where.X, source), At(Where.SLOT, target, self.rank), end - start)
+            yield from self.move(At(Where.X, source, self.rank), At(Where.SLOT, target, self.rank), end - start)
 
     def take(self, place: int) -> Iterator[Piece]:
         start, end = self.span(place)
-        own = At(Where.X, self.rank * self.columns + start)
+        own = At(Where.X, self.rank * self.columns + start, self.rank)
         sources = [
             own if member == self.rank else At(Where.SLOT, self.rank * (end - start), member)
             for member in range(self.size)
         ]
-        yield from self.fold(sources, [At(Where.OUT, start)], end - start)
+        yield from self.fold(sources, [At(Where.OUT, start, self.rank)], end - start)
 
 
 class AllGather(Even):
@@ -211,13 +211,15 @@ class AllGather(Even):
 
     def show(self, place: int) -> Iterator[Piece]:
         start, end = self.span(place)
-        yield from self.move(At(Where.X, start), At(Where.SLOT, 0, self.rank), end - start)
+        yield from self.move(At(Where.X, start, self.rank), At(Where.SLOT, 0, self.rank), end - start)
 
     def take(self, place: int) -> Iterator[Piece]:
         start, end = self.span(place)
-        yield from self.move(At(Where.X, start), At(Where.OUT, self.rank * self.count + start), end - start)
+        yield from self.move(
+            At(Where.X, start, self.rank), At(Where.OUT, self.rank * self.count + start, self.rank), end - start
+        )
         for member in self.others():
-            target = At(Where.OUT, member * self.count + start)
+            target = At(Where.OUT, member * self.count + start, self.rank)
             yield from self.move(At(Where.SLOT, 0, member), target, end - start)
 
 
@@ -230,9 +232,9 @@ class Broadcast(Even):
     def show(self, place: int) -> Iterator[Piece]:
         start, end = self.span(place)
         if self.rank == self.src:
-            yield from self.move(At(Where.X, start), At(Where.SLOT, 0, self.rank), end - start)
+            yield from self.move(At(Where.X, start, self.rank), At(Where.SLOT, 0, self.rank), end - start)
 
     def take(self, place: int) -> Iterator[Piece]:
         start, end = self.span(place)
         if self.rank != self.src:
-            yield from self.move(At(Where.SLOT, 0, self.src), At(Where.X, start), end - start)
+            yield from self.move(At(Where.SLOT, 0, self.src), At(Where.X, start, self.rank), end - start)

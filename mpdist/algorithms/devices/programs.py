@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,25 +13,22 @@ from mpdist.errors import DeviceFailed
 from mpdist.progress.marks import copied
 
 if TYPE_CHECKING:
-    from mpdist.memory import Buffer, Folder
+    from mpdist.memory import Folder
     from mpdist.progress.collective import Steps
-
-_OWN = (Where.X, Where.OUT)
 
 
 class Running:
     """One collective of this member.
 
     Args:
-        x, out: its arrays; of one element type.
         folder: what reduces, if anything does.
+        x, out: the addresses of the members' arrays; of others where the plan asks for them.
     """
 
-    def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder | None) -> None:
+    def __init__(self, team: Team, folder: Folder | None, x: Mapping[int, int], out: Mapping[int, int]) -> None:
         self._team = team
-        self._x = x
-        self._out = out
         self._folder = folder
+        self._arrays = {Where.X: x, Where.OUT: out}
 
     def run(self, plan: Plan) -> Steps[None]:
         """Done when this member's result is there, for every stream to see.
@@ -73,6 +71,6 @@ class Running:
                 lane.copy(self._address(piece.source, number), self._address(piece.target, number), piece.nbytes)
 
     def _address(self, at: At, number: int) -> int:
-        if at.where in _OWN:
-            return (self._x if at.where is Where.X else self._out).address + at.offset
+        if at.where in self._arrays:
+            return self._arrays[at.where][at.member] + at.offset
         return self._team.address(at.where, at.member, number) + at.offset

@@ -55,6 +55,7 @@ class Team:
         self.rank, self.size = channel.rank, channel.size
         self.rounds = 0
         self.lane = lane
+        self._exports = exports
         self.calls = Calls(lines, channel.rank, shared.fence)
         self._fence = shared.fence
         self._lines = lines
@@ -155,6 +156,14 @@ class Team:
     def block(self, member: int) -> int:
         """Address of a member's."""
         return self._blocks[member]
+
+    def opened(self, handle: bytes) -> int:
+        """Address of another block of a member.
+
+        Raises:
+            DeviceFailed: it cannot be opened.
+        """
+        return self._exports.block(handle)
 
     def wait_for_all_events(self) -> None:
         """Until all events of the others have happened, which are recorded."""

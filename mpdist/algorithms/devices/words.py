@@ -14,6 +14,7 @@ ones only came as a host.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -21,7 +22,7 @@ STATE, SINCE, HOST, DEVICE, BEFORE, GIVEN_UP = range(6)
 # How many rounds it has shown and taken, see order.py.
 ROUNDS_AT = 6
 _FACTS_AT = 8
-FACTS = 4
+FACTS = 4 + 2 + 2 * 8
 """So many words about a collective."""
 HANDLES_AT = _FACTS_AT + 2 * FACTS
 
@@ -100,6 +101,16 @@ def joint_start(lines: Sequence[memoryview]) -> int | None:
     if any(line[STATE] != State.PROVEN for line in lines):
         return None
     return max(line[SINCE] for line in lines)
+
+
+def words_of_handle(handle: bytes) -> list[int]:
+    """A handle as facts about a collective."""
+    return memoryview(handle).cast("q").tolist()
+
+
+def handle_in(facts: Facts, at: int) -> bytes:
+    """The handle among facts."""
+    return array("q", facts[at : at + 8]).tobytes()
 
 
 def pack_handle(line: memoryview, index: int, handle: bytes) -> None:
