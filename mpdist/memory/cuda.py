@@ -139,9 +139,9 @@ class Cuda:
         return event
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The device is the present one; its errors are DeviceFailed."""
-        with self._device, failures(self._failure):
+    def active(self, *others: type[Exception]) -> Iterator[None]:
+        """The device is the present one; its errors, and `others`, are DeviceFailed."""
+        with self._device, failures((*self._failure, *others)):
             yield
 
     def pin(self, memory: Array) -> bool:

@@ -128,7 +128,8 @@ class CudaLane:
             kernels.real_of(element)(folder.terms or 1),
             *(folder.factors or ()),
         )
-        with self._gpu.active(), self._stream:
+        # What compiles, and its headers, are found when first needed, or are not.
+        with self._gpu.active(ImportError, OSError, RuntimeError), self._stream:
             kernel = self._sharing.kernel(folder, len(sources), len(targets))
             kernel((kernels.blocks(element, count),), (kernels.THREADS,), arguments)
 

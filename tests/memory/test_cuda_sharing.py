@@ -44,7 +44,7 @@ class Recorded:
         cupy.RawKernel = self._kernel  # type: ignore[attr-defined]
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
             runtime=runtime, Device=Context, Stream=self._stream, Event=self._event,
-            driver=SimpleNamespace(CUDADriverError=OSError), nvrtc=SimpleNamespace(NVRTCError=EOFError),
+            driver=SimpleNamespace(CUDADriverError=KeyError), nvrtc=SimpleNamespace(NVRTCError=EOFError),
             compiler=SimpleNamespace(CompileException=SyntaxError),
         )  # fmt: skip
         return cupy
@@ -201,7 +201,7 @@ def test_factors_go_as_what_is_computed_in(cupy: Recorded) -> None:
         assert [type(each) for each in cupy.calls[-1][4][-2:]] == [kind] * 2
 
 
-@pytest.mark.parametrize("kind", [OSError, EOFError, SyntaxError])
+@pytest.mark.parametrize("kind", [KeyError, EOFError, SyntaxError, ImportError])
 def test_a_kernel_that_cannot_be_compiled_or_launched_is_an_error_of_the_device(
     cupy: Recorded, kind: type[Exception]
 ) -> None:

@@ -95,7 +95,7 @@ class Joining:
         if self.state is not State.PROVEN:
             return None
         if self._start is None:
-            self._look(number)
+            self._look()
         if self._start is None or number < self._start or device != self.device:
             return None
         return self._team
@@ -177,6 +177,7 @@ class Joining:
         return True
 
     def _prove(self, number: int) -> None:
+        """Open what all have exported, and look into it; some milliseconds, once."""
         assert self._line is not None
         assert self._offer is not None
         assert self._lane is not None
@@ -194,6 +195,8 @@ class Joining:
         self._team = team
         self._line[SINCE] = number
         announcing.begin(self._channel, self)
+        if self._shared.fence is not None:
+            self._shared.fence()
         self._line[STATE] = self.state = State.PROVEN
 
     def _check(self, team: Team, member: int) -> None:
@@ -204,12 +207,12 @@ class Joining:
         if not np.array_equal(found, np.concatenate([pattern, pattern + pattern])):
             raise DeviceFailed(f"the memory of rank {member}, opened here, holds other values than there")
 
-    def _look(self, number: int) -> None:
+    def _look(self) -> None:
         """Whether all are joint by now, or never will be."""
         if self._is_over():
             announcing.end(self._channel)
             return
-        self._start = joint_start(self._lines)
+        self._start = joint_start(self._lines, self._shared.fence)
 
     def _is_over(self) -> bool:
         if any(line[STATE] == State.REFUSED for line in self._lines):

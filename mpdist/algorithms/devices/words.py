@@ -96,10 +96,12 @@ class Calls:
             self._fence()
 
 
-def joint_start(lines: Sequence[memoryview]) -> int | None:
+def joint_start(lines: Sequence[memoryview], fence: Callable[[], object] | None = None) -> int | None:
     """From which collective on all tell as what they come, and have the others' memory open; None: not yet."""
     if any(line[STATE] != State.PROVEN for line in lines):
         return None
+    if fence is not None:
+        fence()
     return max(line[SINCE] for line in lines)
 
 
