@@ -102,10 +102,14 @@ class Call:
 
     def is_direct(self, told: Sequence[Facts]) -> bool:
         """Whether all that others read is memory that they reach; the same on all ranks."""
+        return all(told[member][at] != PRIVATE for at, member in self._read_by_others(len(told)))
+
+    def _read_by_others(self, size: int) -> list[tuple[int, int]]:
+        """Of which members which array, by the fact that says where it is."""
         if self.op == "broadcast":
-            return told[self.src][_X_AT] != PRIVATE
-        places = _column(told, _X_AT) + (_column(told, _OUT_AT) if self.op == "all_reduce" else [])
-        return PRIVATE not in places
+            return [(_X_AT, self.src)]
+        arrays = (_X_AT, _OUT_AT) if self.op == "all_reduce" else (_X_AT,)
+        return [(at, member) for at in arrays for member in range(size)]
 
     def run(self, team: Team, told: Sequence[Facts]) -> Steps[Any]:
         """The program; its result is the array on the device."""
@@ -114,20 +118,18 @@ class Call:
             arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
             chosen = plans[self.op](*arguments, *([self.src] if self.op == "broadcast" else []))
             x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
-            if plans is DIRECT:
-                _open(team, told, _X_AT, _X_HANDLE, x)
-                _open(team, told, _OUT_AT, _OUT_HANDLE, out)
+            for at, member in self._read_by_others(team.size) if plans is DIRECT else ():
+                if member != team.rank:
+                    (x if at == _X_AT else out)[member] = _opened(team, told[member], at)
             yield from Running(team, self.folder(told), x, out).run(chosen)
         finally:
             self.forget()
         return self.result
 
 
-def _open(team: Team, told: Sequence[Facts], at: int, handle: int, addresses: dict[int, int]) -> None:
-    """The addresses of others' arrays, as far as they reach them."""
-    for member, facts in enumerate(told):
-        if member != team.rank and facts[at] != PRIVATE:
-            addresses[member] = team.opened(handle_in(facts, handle)) + facts[at]
+def _opened(team: Team, facts: Facts, at: int) -> int:
+    """Address of another member's array."""
+    return team.opened(handle_in(facts, _X_HANDLE if at == _X_AT else _OUT_HANDLE)) + facts[at]
 
 
 def _column(told: Sequence[Facts], at: int) -> list[int]:
