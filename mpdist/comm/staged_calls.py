@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpdist.algorithms.devices.announcing import DeviceCollective
 from mpdist.comm.staging import Staging
-from mpdist.comm.ways import give_up, way
+from mpdist.comm.straight import give_up, straight
 from mpdist.errors import DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Device, as_buffer
 from mpdist.progress.collective import Collective, one_call
@@ -111,9 +111,9 @@ def _program(
     staging: Runs, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
 ) -> Steps[Any]:
     try:
-        straight = yield from way(channel, op, arguments)
-        if straight is not None:
-            return (yield from straight)
+        steps = yield from straight(channel, op, arguments)
+        if steps is not None:
+            return (yield from steps)
         return (yield from staging.run(op, program, arguments, transport))
     except DeviceFailed:
         give_up(channel)

@@ -16,7 +16,7 @@ from memory.simulated import Simulated
 import mpdist
 from mpdist.algorithms.devices import plan
 from mpdist.algorithms.devices.joining import PATTERN_BYTES
-from mpdist.comm import ways
+from mpdist.comm import straight
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -31,8 +31,8 @@ JOINING = 2
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "SLOT_BYTES", 8192)
-    for op in ways.IPC_FROM:
-        monkeypatch.setitem(ways.IPC_FROM, op, 0)
+    for op in straight.IPC_FROM:
+        monkeypatch.setitem(straight.IPC_FROM, op, 0)
     return
 
 
@@ -285,7 +285,7 @@ async def test_it_can_be_switched_off(comm: Comm, fake_gpu: Simulated, monkeypat
 async def test_small_arrays_go_through_the_host_and_take_no_memory(
     comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ways.IPC_FROM, "all_reduce", 1000)
+    monkeypatch.setitem(straight.IPC_FROM, "all_reduce", 1000)
     for _ in range(4):
         x = fake_gpu.array(np.ones(100))
         await comm.all_reduce(x)

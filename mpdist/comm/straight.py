@@ -1,9 +1,7 @@
-"""Ways: how arrays on a device go in a collective.
+"""Straight: collectives of arrays that go from device to device on one node, and not through host memory.
 
-    IPC      straight between the devices of one node, see algorithms/devices
-    staged   through host memory, see staging.py: whatever else does not fit
-
-The way is chosen when the collective's turn comes, alike on all ranks.
+Whether one does is decided when its turn comes, and alike on all ranks: it hangs on
+the operation, its size, and what all ranks have told by then, see algorithms/devices.
 """
 
 from __future__ import annotations
@@ -150,8 +148,8 @@ DIRECT: dict[str, Callable[..., Plan]] = {
 }
 
 
-def way(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps[Any] | None]:
-    """The program of a collective whose turn has come; None: staged.
+def straight(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps[Any] | None]:
+    """The program of a collective whose turn has come; None: it goes another way.
 
     Raises:
         SizeMismatch, CollectiveMismatch: the ranks' calls do not go together; all stay in step.
