@@ -1,5 +1,6 @@
 """Mirror: host memory that stands for an array on a device while an operation runs.
 
+Where MPI gets the array itself, a Mirror has that one's address, and is never looked at.
 To the operation it is a Buffer like any other, and the `like` of results that the
 caller did not bring: what is allocated like it is a Mirror too, of a new array on
 the device.
@@ -39,12 +40,14 @@ class Mirror(Buffer):
         original: object,
         element: Element,
         shape: Sequence[int],
-        octets: Array,
+        octets: Array | None,
         readonly: bool = False,
         whole: Mirror | None = None,
+        at: int | None = None,
     ) -> None:
+        """Take host memory (uint8), or where the array itself is."""
         count = prod(shape)
-        super().__init__(octets, count, octets.nbytes, element, HOST, readonly, None)
+        super().__init__(octets, count, count * element.itemsize, element, HOST, readonly, None, at)
         self.shape = tuple(shape)
         self.original: Any = original
         self._whole = whole
@@ -62,16 +65,23 @@ class Mirror(Buffer):
     def owner(self, _: object) -> None:
         pass
 
+    def land(self, loan: Loan) -> None:
+        """Stand for the array by this host memory."""
+        self.loan = loan
+        self.exporter = loan.bytes
+        self._address = None
+
     def part(self, start: int, end: int) -> Mirror:
         """The elements from `start` to `end`; as a result it stands for the whole."""
         unit = self.element.itemsize
-        octets = self.octets[start * unit : end * unit]
+        octets = None if self.octets is None else self.octets[start * unit : end * unit]
+        at = self.address + start * unit if octets is None else None
         shape = (end - start,)
-        return Mirror(self._staging, self.original, self.element, shape, octets, self.readonly, self.whole)
+        return Mirror(self._staging, self.original, self.element, shape, octets, self.readonly, self.whole, at)
 
     @property
     def octets(self) -> Any:
-        """The host memory (uint8)."""
+        """The host memory (uint8), if it has some."""
         return self.exporter
 
     # What results are made of, as NumPy and torch have it.

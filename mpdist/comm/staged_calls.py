@@ -13,6 +13,7 @@ from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpdist.comm.given import Given
 from mpdist.comm.staging import Staging
 from mpdist.errors import DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Device, as_buffer
@@ -38,7 +39,7 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
     reads = is_root or name not in ("broadcast", "scatter")
     writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
     taken = _listed(x) if reads or writes else []
-    staging = Staging(operations._channel.engine, _device_of([*taken, *_listed(out)]))
+    staging = _staging(operations, name, _device_of([*taken, *_listed(out)]), is_even=not isinstance(x, list | tuple))
     if taken:
         given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
     if out is not None:
@@ -50,11 +51,18 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
     return method(through(operations, staging), *bound.args[1:], **bound.kwargs)
 
 
+def _staging(operations: Any, op: str, device: Device, is_even: bool) -> Staging:
+    engine = operations._channel.engine
+    if is_even and engine.awareness.takes(op, device):
+        return Given(engine, device, operations._large_from["scatter"])
+    return Staging(engine, device)
+
+
 class Runs(Protocol):
     """What runs the programs of collectives between copies, as Staging does."""
 
     def run(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:
-        """The program and the copies; its result."""
+        """The program and the copies; its result. Called when it is posted."""
 
 
 def through(operations: Any, staging: Runs) -> Any:
@@ -107,8 +115,12 @@ class StagedChannel:
 def _program(
     staging: Runs, channel: Channel, op: str, program: Program, arguments: Sequence[Any], transport: Transport
 ) -> Steps[Any]:
+    return _ended(channel, op, staging.run(op, program, arguments, transport))
+
+
+def _ended(channel: Channel, op: str, steps: Steps[Any]) -> Steps[Any]:
     try:
-        return (yield from staging.run(op, program, arguments, transport))
+        return (yield from steps)
     except DeviceFailed:
         channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
         raise

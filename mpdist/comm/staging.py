@@ -22,6 +22,7 @@ from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory import Buffer, Device, ReduceOp, as_buffer, is_same, overlap
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.pinned import Pinned
+from mpdist.progress.marks import copied
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
@@ -106,7 +107,7 @@ class Staging:
             with settled(*outward, inward):
                 for span, marks in zip(spans, outward, strict=True):
                     yield from copied(marks)
-                    chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
+                    chunk = arguments if len(spans) == 1 else [part_of(argument, *span) for argument in arguments]
                     result = yield from program(transport, *chunk)
                     if result is not None:  # None where this rank gets nothing
                         inward += self.copy_in(*span)
@@ -148,29 +149,6 @@ def settled(*queued: Sequence[Mark]) -> Iterator[None]:
         raise
 
 
-def copied(marks: Sequence[Mark]) -> Steps[None]:
-    """Done when the copies are; a failure is raised here, where the program sees it, and not by the request."""
-    for mark in marks:
-        copy = _Copy(mark)
-        yield copy
-        if copy.error is not None:
-            raise copy.error
-
-
-class _Copy:
-    error: DeviceFailed | None = None
-
-    def __init__(self, mark: Mark) -> None:
-        self._mark = mark
-
-    def Test(self) -> bool:
-        try:
-            return self._mark.Test()
-        except DeviceFailed as error:
-            self.error = error
-            return True
-
-
 def pinned_of(engine: Engine, device: Device) -> Pinned:
     """The host memory for copies of a device, made for its first array.
 
@@ -206,11 +184,11 @@ def _parts(mirrors: Sequence[Mirror], start: int, end: int) -> Iterator[tuple[Mi
             yield mirror, low, high
 
 
-def _part_of(argument: Any, start: int, end: int) -> Any:
+def part_of(argument: Any, start: int, end: int) -> Any:
     """The same argument for a chunk."""
     if isinstance(argument, Mirror):
         return argument.part(start, end)
-    return tuple(_part_of(each, start, end) for each in argument) if isinstance(argument, tuple) else argument
+    return tuple(part_of(each, start, end) for each in argument) if isinstance(argument, tuple) else argument
 
 
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:

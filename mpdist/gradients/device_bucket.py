@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.comm.staged_calls import through
-from mpdist.comm.staging import copied, pinned_of, settled
+from mpdist.comm.staging import pinned_of, settled
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.memory import Buffer, Device
+from mpdist.progress.marks import copied
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator

@@ -29,9 +29,11 @@ from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
+from mpdist.transport.cuda_aware import Awareness
 
 if TYPE_CHECKING:
     from mpdist.memory import Device
+    from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.pinned import Pinned
     from mpdist.progress.channel import Channel
     from mpdist.progress.inbox import Inbox
@@ -82,6 +84,8 @@ class Engine:
         is_sharing: whether the ranks of each node do.
         thresholds: the table by which algorithms are chosen, kept for them.
         staging: host memory through which the arrays of devices travel, by device.
+        awareness: what MPI may be given of their memory.
+        given: devices whose memory it was given: threads that call MPI attend to them.
     """
 
     meeting: Channel
@@ -106,6 +110,8 @@ class Engine:
         self.is_sharing = False
         self.thresholds: object = None
         self.staging: dict[Device, Pinned] = {}
+        self.awareness = Awareness()
+        self.given: list[Accelerator] = []
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True
         self.allow_pickle = True
@@ -399,6 +405,12 @@ class Engine:
         return True
 
     # ------------------------------------------------------------------ limits, threads, end
+
+    def attend(self, accelerator: Accelerator) -> None:
+        """MPI is about to be given memory of this device, by this thread."""
+        if accelerator not in self.given:
+            self.given.append(accelerator)
+        accelerator.attend()
 
     def limit(self, work: Work[Any]) -> None:
         """Watch a Work that has a limit of its own."""
