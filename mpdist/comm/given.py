@@ -80,10 +80,10 @@ class Given(Staging):
 
 
 def attended(steps: Steps[Any], accelerator: Accelerator) -> Steps[Any]:
-    """The steps of one call of MPI, whose request may be tested in any thread."""
-    yield Attended(next(steps), accelerator)
-    try:
-        next(steps)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it has more than one step")
+    """The steps of a program, whose requests may be tested in any thread."""
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        yield Attended(request, accelerator)

@@ -15,6 +15,8 @@ import pytest
 from memory.simulated import Simulated, simulated
 
 import mpdist
+from mpdist.config import DEVICE_OPERATIONS
+from mpdist.transport.cuda_aware import Awareness
 
 SPIN = r"""
 extern "C" __global__ void spin(long long ticks) {
@@ -55,16 +57,23 @@ def opened(name: str) -> Iterator[Gpu]:
         yield gpu
 
 
-GPUS = ["simulated", pytest.param("cupy", marks=pytest.mark.gpu)]
+# MPI takes the memory of the second one: it is the host's.
+GPUS = ["simulated", "given", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest, comm: mpdist.Communicator) -> Iterator[Gpu]:
     """Each of them."""
-    comm._channel.engine.staging.clear()
+    engine = comm._channel.engine
+    engine.staging.clear()
+    before = engine.awareness
+    if request.param == "given":
+        engine.awareness = Awareness(",".join(DEVICE_OPERATIONS))
     with opened(request.param) as found:
         yield found
-    comm._channel.engine.staging.clear()
+    engine.awareness = before
+    engine.given.clear()
+    engine.staging.clear()
 
 
 @pytest.fixture
