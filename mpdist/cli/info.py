@@ -21,7 +21,7 @@ from mpdist.cli.launcher import Launcher, core_count, find_launcher
 from mpdist.config import Config
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
-from mpdist.transport.cuda_aware.awareness import described
+from mpdist.transport.cuda_aware.question import described
 from mpdist.transport.facts import Launched, MpiFacts, gather_facts, launch_mismatch, launched_as
 
 Section = dict[str, str]

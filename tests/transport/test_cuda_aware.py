@@ -17,10 +17,12 @@ from comm.test_devices import check
 from memory.simulated import DEVICE, Simulated
 
 import mpdist
-from mpdist.transport.cuda_aware import awareness as module
-from mpdist.transport.cuda_aware.awareness import Awareness, described
+from mpdist.memory import Device
+from mpdist.transport.cuda_aware import Awareness
+from mpdist.transport.cuda_aware import question as module
 from mpdist.transport.cuda_aware.cache import default_folder
 from mpdist.transport.cuda_aware.library import _ask_mpich, _ask_open_mpi, cuda_support, library_path
+from mpdist.transport.cuda_aware.question import described
 from mpdist.transport.cuda_aware.table import Answer, Finding
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -137,6 +139,11 @@ async def test_the_answers_are_told_after_a_trial(comm: Comm, home: pytest.Monke
     home.setattr(module, "probe", lambda *_: Finding({"send": Answer.OK}, "the rest is lost"))
     assert described("probe", DEVICE).startswith("ok: send")
     assert described("probe", DEVICE).endswith("(the rest is lost)")
+
+
+@pytest.mark.ranks(1)
+async def test_a_gpu_that_cannot_be_used_is_told(comm: Comm) -> None:
+    assert described("probe", Device("cuda", 7)).startswith("not tried: Unavailable: an array on cuda:7")
 
 
 # ---------------------------------------------------------------------- the library
