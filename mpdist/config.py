@@ -54,6 +54,24 @@ def _algorithm(text: str) -> str:
 Folder: TypeAlias = str
 """Path of a folder; empty: none."""
 
+DEVICE_OPERATIONS = (
+    "send", "recv", "broadcast", "gather", "scatter", "all_gather", "all_to_all",
+    "all_reduce", "reduce", "reduce_scatter", "scan", "exscan",
+)  # fmt: skip
+"""What MPI may do with a GPU's memory, or not."""
+Operations: TypeAlias = str
+"""auto, no, yes, probe, or some of DEVICE_OPERATIONS with commas between them."""
+
+
+def _device_operations(text: str) -> str:
+    words = [word.strip() for word in text.lower().split(",")]
+    if len(words) == 1 and words[0] in _TRUE | _FALSE:
+        return "yes" if _boolean(words[0]) else "no"
+    if words not in (["auto"], ["probe"]) and not set(words) <= set(DEVICE_OPERATIONS):
+        raise ValueError(text)
+    return ",".join(words)
+
+
 # type -> (reader, what a valid value looks like)
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "bool": (_boolean, "0, 1, true, false, yes, no, on or off"),
@@ -62,6 +80,10 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "Folder": (_folder, "a folder that exists, of a memory file system"),
     "Choice": (_algorithm, f"one of {', '.join(ALGORITHMS)}"),
     "float": (_seconds, "a number of seconds >= 0"),
+    "Operations": (
+        _device_operations,
+        f"auto, 0, 1, probe, or operations with commas between: {', '.join(DEVICE_OPERATIONS)}",
+    ),
 }
 
 
@@ -94,6 +116,9 @@ class Config:
     """Take so many ranks of a node for a node of their own, to try on one what is done between nodes; 0: as it is."""
     shared_memory_dir: Folder = ""
     """Folder of a memory file system to make shared memory in; default: in memory without a name."""
+    cuda_aware: Operations = "auto"
+    """Give MPI the memory of GPUs: auto: where it says that it takes it and a trial confirms it; 0: never; 1: where it
+    is not known to crash; probe: where a trial confirms it, whatever it says; or just for the operations listed."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Config:

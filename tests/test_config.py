@@ -33,6 +33,17 @@ def test_what_steers_the_algorithms_is_read(tmp_path: Path) -> None:
     assert config.ranks_per_node == 3
 
 
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        *(("auto", "auto"), ("Probe", "probe"), ("0", "no"), ("off", "no"), ("", "no"), ("1", "yes"), ("TRUE", "yes")),
+        *(("send", "send"), ("recv, Broadcast", "recv,broadcast")),
+    ],
+)
+def test_what_mpi_gets_of_a_gpu_is_one_word_or_operations(value: str, word: str) -> None:
+    assert Config.read({"MPDIST_CUDA_AWARE": value}).cuda_aware == word
+
+
 @pytest.mark.parametrize("name", ["auto", "native", "shared", "hierarchical"])
 def test_every_algorithm_is_taken(name: str) -> None:
     assert Config.read({"MPDIST_ALGORITHM": name}).algorithm == name
@@ -49,6 +60,8 @@ def test_every_algorithm_is_taken(name: str) -> None:
         ("MPDIST_RANKS_PER_NODE", "two", "a whole number >= 0"),
         ("MPDIST_RANKS_PER_NODE", "1.5", "a whole number >= 0"),
         ("MPDIST_SHARED_MEMORY_DIR", "/nowhere/at/all", "a folder that exists"),
+        ("MPDIST_CUDA_AWARE", "sometimes", "auto, 0, 1, probe, or operations with commas between: send, recv"),
+        ("MPDIST_CUDA_AWARE", "send,probe", "auto, 0, 1, probe, or operations"),
         ("MPDIST_TIMEOUT", "inf", "a number of seconds >= 0"),
         ("MPDIST_TIMEOUT", "nan", "a number of seconds >= 0"),
     ],

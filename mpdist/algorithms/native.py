@@ -57,8 +57,9 @@ def scan(transport: Transport, x: Buffer, out: Buffer, how: Reduction) -> Steps[
 @single_step
 def exscan(transport: Transport, x: Buffer, out: Buffer, how: Reduction) -> Steps[Any]:
     """Rank 0 has nothing before it: its result is None, its out untouched."""
-    room = how.room(out) if transport.rank else as_buffer(np.empty_like(how.enter(x).array()))
-    yield transport.iexscan(how.enter(x), room, how.mpi_op)
+    entered = how.enter(x)
+    room = how.room(out) if transport.rank else as_buffer(np.empty(entered.count, entered.element.storage))
+    yield transport.iexscan(entered, room, how.mpi_op)
     if transport.rank == 0:
         return None
     how.leave(room, out, transport.rank)

@@ -18,7 +18,10 @@ from importlib import metadata
 
 from mpdist.cli.job import ranks_text
 from mpdist.cli.launcher import Launcher, core_count, find_launcher
-from mpdist.errors import Unavailable
+from mpdist.config import Config
+from mpdist.errors import Unavailable, UsageError
+from mpdist.memory.buffer import cuda
+from mpdist.transport.cuda_aware.question import described
 from mpdist.transport.facts import Launched, MpiFacts, gather_facts, launch_mismatch, launched_as
 
 Section = dict[str, str]
@@ -55,6 +58,8 @@ def info(options: argparse.Namespace) -> int:
         report["MPI"] = {"problem": str(error)}
     else:
         report["MPI"] = mpi_section(facts, launcher, os.environ)
+        if is_first:
+            report["MPI"]["GPU memory"] = device_text(facts.cuda, os.environ)
     if is_first:
         print(json.dumps(report, indent=2) if options.json else as_text({"MPI": report["MPI"]}), flush=True)
     return 1 if "problem" in report["MPI"] else 0
@@ -129,6 +134,21 @@ def mpi_section(facts: MpiFacts, launcher: Launcher | str, environ: Mapping[str,
     }
     problem = launch_mismatch(environ, facts.size, facts.family)
     return {**section, "problem": problem} if problem else section
+
+
+def device_text(says: str, environ: Mapping[str, str]) -> str:
+    """Which operations of MPI get a GPU's memory; tried here and now if it says that it takes that.
+
+    Args:
+        says: what MPI says of itself: yes, no or unknown.
+    """
+    try:
+        word = Config.read(environ).cuda_aware
+    except UsageError as error:
+        return str(error)
+    if word == "no" or (word == "auto" and says != "yes"):
+        return "not given to MPI: arrays of GPUs go through host memory"
+    return described(word, cuda(0))
 
 
 def ulfm_text(facts: MpiFacts, environ: Mapping[str, str]) -> str:

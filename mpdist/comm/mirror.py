@@ -2,7 +2,8 @@
 
 To the operation it is a Buffer like any other, and the `like` of results that the
 caller did not bring: what is allocated like it is a Mirror too, of a new array on
-the device.
+the device. Where MPI gets the array itself, a Mirror has that one's address, and is
+never looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Mirror(Buffer):
         whole: the Mirror of which this is a part; itself, if of none.
     """
 
-    __slots__ = ("_loan", "_octets", "_whole", "original", "staging")
+    __slots__ = ("_is_given", "_loan", "_octets", "_whole", "original", "staging")
 
     def __init__(
         self,
@@ -40,11 +41,14 @@ class Mirror(Buffer):
         readonly: bool = False,
         whole: Mirror | None = None,
         octets: Array | None = None,
+        at: int | None = None,
     ) -> None:
+        """Take host memory (uint8), or where the array itself is."""
         count = prod(shape)
         self._octets: Any = octets
         self._loan: Loan | None = None
-        super().__init__(None, count, count * element.itemsize, element, HOST, readonly, None)
+        self._is_given = at is not None
+        super().__init__(None, count, count * element.itemsize, element, HOST, readonly, None, at)
         self.shape = tuple(shape)
         self.original: Any = original
         self._whole = whole
@@ -65,9 +69,19 @@ class Mirror(Buffer):
     def part(self, start: int, end: int) -> Mirror:
         """The elements from `start` to `end`; as a result it stands for the whole."""
         unit = self.element.itemsize
-        octets = self.octets[start * unit : end * unit]
+        octets = None if self.octets is None else self.octets[start * unit : end * unit]
+        at = self.address + start * unit if octets is None else None
         shape = (end - start,)
+        if self._is_given:
+            at = self.address + start * unit
+            return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, at=at)
+        octets = self.octets[start * unit : end * unit]
         return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, octets)
+
+    def land(self) -> None:
+        """Stand for the array by host memory from now on."""
+        self._is_given = False
+        self._address = None
 
     @property
     def octets(self) -> Any:
@@ -79,7 +93,7 @@ class Mirror(Buffer):
 
     @property
     def exporter(self) -> Any:
-        return self.octets
+        return None if self._is_given else self.octets
 
     @exporter.setter
     def exporter(self, _: object) -> None:

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpdist.algorithms.devices.announcing import DeviceCollective
+from mpdist.comm.given import Given
 from mpdist.comm.staging import Staging
 from mpdist.comm.straight import give_up, straight
 from mpdist.errors import DeviceFailed, UnsupportedBuffer
@@ -40,7 +41,7 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
     reads = is_root or name not in ("broadcast", "scatter")
     writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
     taken = _listed(x) if reads or writes else []
-    staging = Staging(operations._channel.engine, _device_of([*taken, *_listed(out)]))
+    staging = _staging(operations, name, _device_of([*taken, *_listed(out)]), is_even=not isinstance(x, list | tuple))
     if taken:
         given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
     if out is not None:
@@ -50,6 +51,13 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
             mark.wait()
         staging.sources.clear()
     return method(through(operations, staging), *bound.args[1:], **bound.kwargs)
+
+
+def _staging(operations: Any, op: str, device: Device, is_even: bool) -> Staging:
+    engine = operations._channel.engine
+    if is_even and engine.awareness.takes(op, device):
+        return Given(engine, device, operations._large_from["scatter"])
+    return Staging(engine, device)
 
 
 class Runs(Protocol):

@@ -1,10 +1,15 @@
-"""Staged messages: from and to arrays on a device."""
+"""Device messages: from and to arrays on a device."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from mpdist.comm.staging import Staging
+from mpdist.comm.mirror import Mirror
+from mpdist.comm.staging import Staging, pinned_of
+from mpdist.comm.ways import Way, way_of_message
+from mpdist.progress.given_receive import GivenReceive
+from mpdist.progress.marks import Attended
 from mpdist.progress.outbox import Outbox
 from mpdist.progress.receive import Receive
 from mpdist.progress.sending import send
@@ -22,6 +27,39 @@ def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[No
     """Post a message of an array on a device; the other arguments are checked."""
     if channel.broken:
         channel.refuse_call()
+    if dst != channel.rank and _way("send", channel, x) is Way.GIVEN:
+        return _send_given(channel, x, dst, tag)
+    return _send_staged(channel, x, dst, tag)
+
+
+def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
+    """Receive a message into an array on a device; the arguments are checked."""
+    staging = Staging(channel.engine, x.device)
+    if _way("recv", channel, x) is Way.GIVEN:
+        host = partial(Mirror, staging, x.owner, x.element, x.shape)
+        return channel.inbox.receive(GivenReceive(channel, x, src, tag, staging.accelerator, host))
+    mirror = staging.mirror(x)
+
+    def copy_in(nbytes: int) -> Mark:
+        return staging.accelerator.copy_in(mirror.octets[:nbytes], x, 0)
+
+    return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)
+
+
+def _way(op: str, channel: Channel, x: Buffer) -> Way:
+    return way_of_message(op, x.nbytes, lambda op: channel.engine.awareness.takes(op, x.device))
+
+
+def _send_given(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None]:
+    """MPI reads the array itself, when it has been computed."""
+    accelerator = pinned_of(channel.engine, x.device).accelerator
+    channel.engine.attend(accelerator)
+    channel.outbox = channel.outbox or Outbox(channel)
+    channel.outbox.hold(Attended(accelerator.ready(x), accelerator))
+    return send(channel, x, dst, tag)
+
+
+def _send_staged(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None]:
     staging = Staging(channel.engine, x.device)
     mirror = staging.mirror(x, is_source=True)
     marks = staging.copy_out()
@@ -38,14 +76,3 @@ def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[No
         for mark in marks:  # the copy still writes
             mark.wait()
         raise
-
-
-def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
-    """Receive a message into an array on a device; the arguments are checked."""
-    staging = Staging(channel.engine, x.device)
-    mirror = staging.mirror(x)
-
-    def copy_in(nbytes: int) -> Mark:
-        return staging.accelerator.copy_in(mirror.octets[:nbytes], x, 0)
-
-    return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)

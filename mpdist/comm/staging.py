@@ -104,7 +104,7 @@ class Staging:
             with settled(*outward, inward):
                 for span, marks in zip(spans, outward, strict=True):
                     yield from copied(marks)
-                    chunk = arguments if len(spans) == 1 else [_part_of(argument, *span) for argument in arguments]
+                    chunk = arguments if len(spans) == 1 else [part_of(argument, *span) for argument in arguments]
                     result = yield from program(transport, *chunk)
                     if result is not None:  # None where this rank gets nothing
                         inward += self.copy_in(*span)
@@ -169,11 +169,11 @@ def _parts(mirrors: Sequence[Mirror], start: int, end: int) -> Iterator[tuple[Mi
             yield mirror, low, high
 
 
-def _part_of(argument: Any, start: int, end: int) -> Any:
+def part_of(argument: Any, start: int, end: int) -> Any:
     """The same argument for a chunk."""
     if isinstance(argument, Mirror):
         return argument.part(start, end)
-    return tuple(_part_of(each, start, end) for each in argument) if isinstance(argument, tuple) else argument
+    return tuple(part_of(each, start, end) for each in argument) if isinstance(argument, tuple) else argument
 
 
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:

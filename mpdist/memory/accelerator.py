@@ -43,6 +43,15 @@ class Accelerator(Protocol):
             UsageError: the program records that stream into a graph, instead of running it.
         """
 
+    def ready(self, x: Buffer) -> Mark:
+        """When all is over that the program has queued so far for this memory; raises as follow does."""
+
+    def attend(self) -> None:
+        """Before calls of an MPI that is given this memory: it looks for the GPU that this thread uses."""
+
+    def describe(self) -> str:
+        """Its name, and the version of its driver."""
+
     def copy_out(self, source: Buffer, start: int, target: Array) -> Mark:
         """Queue a copy of the bytes from `start` on into host memory (uint8), which may be pinned."""
 

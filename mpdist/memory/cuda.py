@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 LEGACY_DEFAULT = 1
 
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+
+
+class _Attended(threading.local):
+    """The GPUs that this thread has used."""
+
+    indices: frozenset[int] = frozenset()
+
+
+_attended = _Attended()
 
 
 class Cuda:
@@ -62,19 +72,40 @@ class Cuda:
     def follow(self, x: Buffer) -> None:
         """See Accelerator."""
         with self._device:
-            producer = self._producer(x.owner)
-            if producer is None:
-                self._ask(x.owner)
+            event = self._reached(x.owner)
+            if event is None:
+                self._ask(x.owner, self._out)
+                self._ask(x.owner, self._in)
                 return
-            if self.runtime.streamIsCapturing(producer):
-                raise UsageError(
-                    f"the array on cuda:{self._index} is being recorded into a CUDA graph, so it has no values yet; "
-                    "communicate before or after the capture"
-                )
-            event = self._event()
-            self.runtime.eventRecord(event.ptr, producer)
             for stream in (self._out, self._in):
                 stream.wait_event(event)
+
+    def ready(self, x: Buffer) -> CudaMark:
+        """See Accelerator."""
+        with self._device:
+            event = self._reached(x.owner)
+            if event is not None:
+                return CudaMark(event, self.runtime.CUDARuntimeError)
+            self._ask(x.owner, self._out)
+            return self.mark(self._out)
+
+    def _reached(self, owner: Any) -> Any:
+        """An event in the stream in which an array is being computed; None if only its library knows that."""
+        producer = self._producer(owner)
+        if producer is None:
+            return None
+        if self.runtime.streamIsCapturing(producer):
+            raise UsageError(
+                f"the array on cuda:{self._index} is being recorded into a CUDA graph, so it has no values yet; "
+                "communicate before or after the capture"
+            )
+        event = self._event()
+        self.runtime.eventRecord(event.ptr, producer)
+        return event
+
+    def _ask(self, owner: Any, stream: Any) -> None:
+        """Let the array's library make a stream of ours wait: a consumer's stream is an argument of the export."""
+        owner.__dlpack__(stream=stream.ptr)
 
     def _producer(self, owner: Any) -> int | None:
         """Handle of the stream in which an array is being computed; None if only its library knows."""
@@ -89,11 +120,6 @@ class Cuda:
             return None
         return int(interface.get("stream") or LEGACY_DEFAULT)
 
-    def _ask(self, owner: Any) -> None:
-        """Let the array's library make our streams wait: a consumer's stream is an argument of the export."""
-        for stream in (self._out, self._in):
-            owner.__dlpack__(stream=stream.ptr)
-
     def copy_out(self, source: Buffer, start: int, target: Array) -> CudaMark:
         """See Accelerator."""
         self._copy(_address(target), source.address + start, target.nbytes, _TO_HOST, self._out)
@@ -103,6 +129,18 @@ class Cuda:
         """See Accelerator."""
         self._copy(target.address + start, _address(source), source.nbytes, _TO_DEVICE, self._in)
         return self.mark(self._in)
+
+    def attend(self) -> None:
+        """See Accelerator. The first call of the runtime in a thread gives it the GPU's context."""
+        if self._index not in _attended.indices:
+            with self._device, failures(self.runtime.CUDARuntimeError):
+                self.runtime.free(0)
+            _attended.indices |= {self._index}
+
+    def describe(self) -> str:
+        """See Accelerator."""
+        name = self.runtime.getDeviceProperties(self._index)["name"]
+        return f"{name.decode()}, driver {self.runtime.driverGetVersion()}"
 
     def empty(self, shape: Sequence[int], dtype: object) -> object:
         """See Accelerator."""

@@ -29,9 +29,11 @@ from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
+from mpdist.transport.cuda_aware import Awareness
 
 if TYPE_CHECKING:
     from mpdist.memory import Device
+    from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.exports import Exports
     from mpdist.memory.pinned import Pinned
     from mpdist.progress.channel import Channel
@@ -85,6 +87,8 @@ class Engine:
         staging: host memory through which the arrays of devices travel, by device.
         exports: memory of devices that other processes reach, by device.
         has_ipc: whether ranks of a node may reach each other's memory on devices.
+        awareness: what MPI may be given of their memory.
+        given: devices whose memory it was given: threads that call MPI attend to them.
     """
 
     meeting: Channel
@@ -111,6 +115,8 @@ class Engine:
         self.staging: dict[Device, Pinned] = {}
         self.exports: dict[Device, Exports] = {}
         self.has_ipc = False
+        self.awareness = Awareness()
+        self.given: list[Accelerator] = []
         self.nodes: Sequence[int] = (0,)
         self.is_threaded = True
         self.allow_pickle = True
@@ -404,6 +410,12 @@ class Engine:
         return True
 
     # ------------------------------------------------------------------ limits, threads, end
+
+    def attend(self, accelerator: Accelerator) -> None:
+        """MPI is about to be given memory of this device, by this thread."""
+        if accelerator not in self.given:
+            self.given.append(accelerator)
+        accelerator.attend()
 
     def limit(self, work: Work[Any]) -> None:
         """Watch a Work that has a limit of its own."""

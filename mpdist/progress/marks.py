@@ -1,4 +1,4 @@
-"""Marks: waiting in a program for what a device has queued."""
+"""Marks: waiting for a device, as a step of a program."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from mpdist.errors import DeviceFailed
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.accelerator import Accelerator, Mark
     from mpdist.progress.collective import Steps
+    from mpdist.transport.mpi import Request
 
 
 @contextmanager
@@ -46,3 +47,20 @@ class _Copy:
         except DeviceFailed as error:
             self.error = error
             return True
+
+
+class Attended:
+    """A request of MPI for a device's memory; or a Mark, after which the same thread calls MPI.
+
+    It is tested in threads that use the device.
+    """
+
+    __slots__ = ("_accelerator", "_request")
+
+    def __init__(self, request: Request, accelerator: Accelerator) -> None:
+        self._request = request
+        self._accelerator = accelerator
+
+    def Test(self) -> bool:
+        self._accelerator.attend()
+        return self._request.Test()

@@ -24,11 +24,11 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue: deque[Mark | Held] = deque()
+        self._queue: deque[Request | Held] = deque()
         self._isend = channel.isend
         self._lock = threading.RLock()
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: Mark | Request) -> None:
         """Let the messages that are posted from now on wait for this."""
         with self._lock:
             if not self._queue:
@@ -61,7 +61,7 @@ class Outbox:
             if self._channel.isend == self.isend:
                 self._channel.isend = self._isend
 
-    def _has_come(self, mark: Mark) -> bool:
+    def _has_come(self, mark: Request) -> bool:
         try:
             return mark.Test()
         except DeviceFailed as error:

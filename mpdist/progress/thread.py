@@ -38,6 +38,8 @@ class ProgressThread(threading.Thread):
     def run(self) -> None:
         last = monotonic()
         while not self._ending:
+            for accelerator in self._engine.given:
+                accelerator.attend()
             if self._engine.is_idle():
                 self._work.wait(0.005)
                 self._work.clear()

@@ -199,6 +199,8 @@ class Control(threading.Thread):
             self._wake.clear()
 
     def _turn(self) -> None:
+        for accelerator in self._engine.given:
+            accelerator.attend()
         if self._mail is not None:
             for sender, letter in self._mail.received():
                 self._read(self._mail, sender, letter)

@@ -57,6 +57,7 @@ def close_all(engine: Engine, why: str) -> None:
             for receive in list(channel.inbox.box.waiting()):
                 receive.cancel()
             channel.close(why, together=True)
+    engine.awareness.close()
     for pinned in engine.staging.values():
         pinned.close()
     for exports in engine.exports.values():

@@ -31,6 +31,7 @@ from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_
 from mpdist.runtime.hooks import INTERRUPTED, Hooks
 from mpdist.runtime.signals import Signals, end_with_launcher
 from mpdist.transport import neighbours
+from mpdist.transport.cuda_aware import Awareness
 from mpdist.transport.facts import launch_mismatch
 from mpdist.transport.sharing import shared_bytes
 
@@ -286,6 +287,7 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
         shared.reach = None  # rounds must be as long on every node
     engine.thresholds = _thresholds(transport, engine.nodes, config, cores)
     engine.is_threaded = is_threaded
+    engine.awareness = Awareness("no" if config.debug else config.cuda_aware)  # debug looks into all memory
     engine.allow_pickle = config.allow_pickle
     engine.has_ipc = config.ipc
     engine.maker = transport.dup()

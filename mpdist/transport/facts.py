@@ -10,15 +10,14 @@ launcher's variables tell that there were meant to be more.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from mpdist.errors import Unavailable
+from mpdist.transport.cuda_aware.library import cuda_support, library_path
 from mpdist.transport.start_up import without_network_cards
 
 
@@ -67,7 +66,7 @@ class MpiFacts:
         path: of the shared library; empty if unknown.
         thread_level: single, funneled, serialized or multiple.
         hosts: host of each rank.
-        cuda: whether it takes device memory: yes, no or unknown.
+        cuda: whether it says that it takes device memory: yes, no or unknown.
         ulfm: whether communicators can be revoked: yes or no.
         reduces: element types that its `sum` takes.
         shares: whether the ranks of every node can map memory together; None for a single rank.
@@ -129,7 +128,7 @@ def gather_facts() -> MpiFacts:
     mpi = _load()
     world = mpi.COMM_WORLD
     name, version = mpi.get_vendor()
-    path = _library_path()
+    path = library_path()
     shares, reaches = _sharing() if world.Get_size() > 1 else (None, None)
     return MpiFacts(
         family=FAMILIES.get(name, "other"),
@@ -140,7 +139,7 @@ def gather_facts() -> MpiFacts:
         thread_level=_thread_level(mpi),
         rank=world.Get_rank(),
         hosts=world.allgather(socket.gethostname()),
-        cuda=_cuda_support(path),
+        cuda=cuda_support(path),
         ulfm="yes" if _can_revoke(mpi) else "no",
         reduces=[name for name, datatype in _DATATYPES.items() if _can_add(mpi, datatype)],
         shares=shares,
@@ -165,25 +164,6 @@ def _load() -> ModuleType:
 def _thread_level(mpi: ModuleType) -> str:
     levels = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled", mpi.THREAD_SERIALIZED: "serialized"}
     return levels.get(mpi.Query_thread(), "multiple")
-
-
-def _library_path() -> str:
-    """The libmpi that this process has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return ""
-    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
-    return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich."))), "")
-
-
-def _cuda_support(path: str) -> str:
-    """Ask the extension of both MPIs; it is missing in older ones and in others."""
-    try:
-        query = ctypes.CDLL(path or None).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return "unknown"
-    return "yes" if query() else "no"
 
 
 def _sharing() -> tuple[bool, bool]:

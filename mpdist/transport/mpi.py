@@ -418,6 +418,11 @@ def family() -> str:
     return FAMILIES.get(MPI.get_vendor()[0], "other")
 
 
+def library_version() -> str:
+    """The library's own words."""
+    return MPI.Get_library_version().strip("\0\n ")
+
+
 def finalizes_by_itself() -> bool:
     """Whether mpi4py will call MPI_Finalize when the process ends: it was imported before mpdist was started."""
     return mpi4py.rc.finalize is not False and is_running()

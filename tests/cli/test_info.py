@@ -7,12 +7,24 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli.jobs import job_environ, run_mpdist
 
 from mpdist.cli import info as module
-from mpdist.cli.info import as_text, fits, info, mpi_section, place_text, sharing_text, ulfm_text, variables, version
+from mpdist.cli.info import (
+    as_text,
+    device_text,
+    fits,
+    info,
+    mpi_section,
+    place_text,
+    sharing_text,
+    ulfm_text,
+    variables,
+    version,
+)
 from mpdist.cli.launcher import Kind, Launcher
 from mpdist.errors import Unavailable
 from mpdist.transport.facts import Launched, MpiFacts, launch_mismatch, launched_as
@@ -78,6 +90,19 @@ def test_ulfm_is_told_apart_from_ulfm_in_force() -> None:
     assert ulfm_text(able, {"OMPI_MCA_mpi_ft_enable": "1"}) == "yes, in force"
 
 
+@pytest.mark.parametrize(
+    ("says", "word", "words"),
+    [
+        ("no", None, "not given to MPI"),
+        ("unknown", None, "not given to MPI"),
+        ("yes", "0", "not given to MPI"),
+        ("no", "sometimes", "MPDIST_CUDA_AWARE='sometimes' is not valid"),
+    ],
+)
+def test_gpu_memory_that_mpi_does_not_get_is_told(says: str, word: str | None, words: str) -> None:
+    assert words in device_text(says, {} if word is None else {"MPDIST_CUDA_AWARE": word})
+
+
 def test_place_is_what_the_launcher_says() -> None:
     assert place_text(None) == "started without a launcher"
     assert place_text(Launched("mpich", 1, 2)) == "rank 1 of 2, started by mpich"
@@ -128,8 +153,23 @@ def test_info_describes_this_installation() -> None:
     assert done.returncode == 0, done.stderr
     assert report["installation"]["numpy"] == version("numpy")
     assert report["MPI"]["world"] == "1 rank on 1 node"
+    assert report["MPI"]["GPU memory"].startswith("not given to MPI")
     assert "float32" in report["MPI"]["own sum of"].split()
     assert report["launcher"]["kind"] in report["MPI"]["mpdist run"]
+
+
+@pytest.mark.job
+def test_what_mpi_may_do_with_a_gpu_is_tried_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPDIST_CUDA_AWARE", "probe")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "transport" / "pretended"))
+    monkeypatch.setenv("PRETENDED_FAULTS", "crash igather")
+    told = [json.loads(run_mpdist("info", "--json").stdout)["MPI"]["GPU memory"]]
+    monkeypatch.setenv("PRETENDED_FAULTS", "")
+    told.append(json.loads(run_mpdist("info", "--json").stdout)["MPI"]["GPU memory"])
+    assert told[0] == told[1]
+    assert told[0].startswith("ok: send, recv, broadcast, scatter")
+    assert "crashes: gather" in told[0]
 
 
 @pytest.mark.job

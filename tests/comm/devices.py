@@ -15,6 +15,8 @@ import pytest
 from memory.simulated import Simulated, simulated
 
 import mpdist
+from mpdist.config import DEVICE_OPERATIONS
+from mpdist.transport.cuda_aware import Awareness
 
 SPIN = r"""
 extern "C" __global__ void spin(long long ticks) {
@@ -64,20 +66,28 @@ def opened(name: str) -> Iterator[Gpu]:
 
 def forget(comm: mpdist.Communicator) -> None:
     """What was made for another GPU."""
-    comm._channel.engine.staging.clear()
-    comm._channel.engine.exports.clear()
+    engine = comm._channel.engine
+    engine.staging.clear()
+    engine.exports.clear()
+    engine.given.clear()
 
 
-GPUS = ["simulated", pytest.param("cupy", marks=pytest.mark.gpu)]
+# MPI takes the memory of the second one: it is the host's.
+GPUS = ["simulated", "given", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest, comm: mpdist.Communicator) -> Iterator[Gpu]:
     """Each of them."""
+    engine = comm._channel.engine
+    before = engine.awareness
+    if request.param == "given":
+        engine.awareness = Awareness(",".join(DEVICE_OPERATIONS))
     forget(comm)
     with opened(request.param) as found:
         yield found
     forget(comm)
+    engine.awareness = before
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ class Simulated:
         self.is_capturing = False
         self.fails: Exception | None = None
         self.copies: list[tuple[str, int]] = []
+        self.threads: set[threading.Thread] = set()
 
     def follow(self, x: Buffer) -> None:
         if self.is_capturing:
@@ -123,6 +124,19 @@ class Simulated:
         mark = self.program.mark()
         self._out.follow(mark)
         self._in.follow(mark)
+
+    def ready(self, x: Buffer) -> SimulatedMark:
+        if self.is_capturing:
+            raise UsageError("the array is being recorded into a CUDA graph")
+        mark = self.program.mark()
+        mark.error = self.fails
+        return mark
+
+    def attend(self) -> None:
+        self.threads.add(threading.current_thread())
+
+    def describe(self) -> str:
+        return "a simulated GPU"
 
     def copy_out(self, source: Buffer, start: int, target: Array) -> SimulatedMark:
         return self._copy("out", self._out, _address(target), source.address + start, target.nbytes)

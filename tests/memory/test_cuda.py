@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.capturing: int | None = None
-        self.streams = iter((OUT, IN))
+        self.streams = itertools.cycle((OUT, IN))
         self.events = 0
 
     def module(self) -> ModuleType:
@@ -34,6 +36,9 @@ class Recorded:
             streamIsCapturing=lambda stream: stream == self.capturing,
             hostRegister=self._refuse,
             hostUnregister=self._refuse,
+            free=lambda address: self.calls.append(("free", address)),
+            getDeviceProperties=lambda index: {"name": f"GPU {index}".encode()},
+            driverGetVersion=lambda: 12080,
         )
         cupy = ModuleType("cupy")
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -127,6 +132,42 @@ def test_an_array_of_a_graph_that_is_being_recorded_is_refused(cupy: Recorded) -
     with pytest.raises(UsageError, match="CUDA graph"):
         Cuda(0).follow(as_buffer(CupyArray()))
     assert not cupy.calls
+
+
+def test_an_array_is_ready_when_its_stream_has_come_so_far(cupy: Recorded) -> None:
+    gpu = Cuda(0)
+    assert gpu.ready(as_buffer(CupyArray())).Test()
+    assert cupy.calls == [("record", 1, CURRENT)]
+    cupy.capturing = CURRENT
+    with pytest.raises(UsageError, match="CUDA graph"):
+        gpu.ready(as_buffer(CupyArray()))
+
+
+def test_an_array_whose_library_orders_by_export_is_ready_when_a_stream_of_ours_is(cupy: Recorded) -> None:
+    buffer = as_buffer(Array())
+    buffer.owner = x = Exporting()
+    assert Cuda(0).ready(buffer).Test()
+    assert x.asked == [OUT]
+    assert cupy.calls == [("record", 1, OUT)]
+
+
+def test_each_thread_begins_to_use_the_gpu_once(cupy: Recorded) -> None:
+    gpus = [Cuda(0), Cuda(0)]
+
+    def attend() -> None:
+        for gpu in gpus:
+            gpu.attend()
+            gpu.attend()
+
+    for _ in range(2):
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+    assert cupy.calls == [("free", 0)] * 2
+
+
+def test_the_gpu_and_its_driver_are_named(cupy: Recorded) -> None:
+    assert Cuda(0).describe() == "GPU 0, driver 12080"
 
 
 def test_copies_go_by_streams_of_their_own_and_are_marked(cupy: Recorded) -> None:

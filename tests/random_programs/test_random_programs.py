@@ -15,7 +15,9 @@ from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
 from mpdist import Communicator
 from mpdist.comm import staging
+from mpdist.config import DEVICE_OPERATIONS
 from mpdist.progress import sending, wire
+from mpdist.transport.cuda_aware import Awareness
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
 LENGTH = 120
@@ -50,12 +52,20 @@ async def test_random_programs_agree_with_the_reference(comm: Communicator) -> N
 @pytest.mark.ranks(2, 3)
 @pytest.mark.limit(20 + 10 * SEEDS)
 @pytest.mark.usefixtures("_pieces")
-async def test_the_same_with_some_arrays_on_a_gpu(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["staged", "some given to MPI"])
+async def test_the_same_with_some_arrays_on_a_gpu(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 30)  # ranks that have theirs on the host know of no chunks
-    comm._channel.engine.staging.clear()
+    engine = comm._channel.engine
+    engine.staging.clear()
     with simulated(seconds=0.0001) as gpu:
-        await run_all(comm, seeds()[::2], gpu)
-    comm._channel.engine.staging.clear()
+        for number, seed in enumerate(seeds()[::2]):
+            some = random.Random(f"{number} {comm.rank}").sample(DEVICE_OPERATIONS, len(DEVICE_OPERATIONS) * 2 // 3)
+            monkeypatch.setattr(engine, "awareness", Awareness(",".join(some) if is_given else "no"))
+            await run_all(comm, [seed], gpu)
+    engine.given.clear()
+    engine.staging.clear()
 
 
 async def run_all(comm: Communicator, seeds: list[int], gpu: Simulated | None = None) -> None:

@@ -1,0 +1,85 @@
+"""GivenReceive: a receive into an array on a device, which MPI writes itself.
+
+The type and the size are checked as ever, and MPI is called when the program's stream has
+come to the call. What comes otherwise goes through host memory: a message in pieces, one of
+this rank to itself, and one whose first receive was cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.errors import CommunicationError, DeviceFailed, UnsupportedBuffer
+from mpdist.memory import Buffer
+from mpdist.memory.accelerator import Accelerator, Mark
+from mpdist.progress.marks import Attended, copied
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.receive import Receive
+from mpdist.progress.transfer import NoRoom, Octets, Transfer, transfer
+
+if TYPE_CHECKING:
+    from mpdist.memory.elements import Array
+    from mpdist.progress.channel import Channel
+
+
+class GivenReceive(Receive):
+    """A receive into a Buffer on a device."""
+
+    _buffer: Buffer
+
+    def __init__(
+        self, channel: Channel, x: Buffer, src: int, tag: int, accelerator: Accelerator, host: Callable[[], Buffer]
+    ) -> None:
+        """Take the device, and what gives host memory for such an array."""
+        super().__init__(channel, x, src, tag)
+        self._accelerator = accelerator
+        self._host = host
+        self._ready: Mark = accelerator.ready(x)
+
+    def accept(self, incoming: Incoming) -> bool:
+        try:
+            self._check(incoming)
+        except (CommunicationError, UnsupportedBuffer) as error:
+            self._fail(error)
+            return False
+        self._incoming = incoming
+        return self._begin(incoming, self._transfer(incoming))
+
+    def _transfer(self, incoming: Incoming) -> Transfer:
+        try:
+            yield from copied([self._ready])
+        except DeviceFailed as error:
+            raise NoRoom(str(error)) from error
+        channel, x = self._channel, self._buffer
+        if incoming.result is None and incoming.parts is None:
+            channel.engine.attend(self._accelerator)
+            memory = [channel.transport.memory_of(x), incoming.nbytes, channel.byte]
+            yield Attended(incoming.handle.Irecv(memory), self._accelerator)
+            count = incoming.nbytes // x.element.itemsize
+            return Message(x.owner, incoming.src, incoming.tag, count, incoming.nbytes, x.element)
+        try:
+            room = self._host()
+        except MemoryError as error:
+            raise NoRoom(f"{type(error).__name__}: {error}") from error
+        came = yield from transfer(channel, incoming, room)
+        yield from copied([self._accelerator.copy_in(_octets(room.array())[: came.nbytes], x, 0)])
+        return Message(x.owner, came.src, came.tag, came.count, came.nbytes, x.element)
+
+    def _keep(self, incoming: Incoming, message: Message) -> bool:
+        """Let the next receive have what came: from a copy on the host."""
+        x = self._buffer
+        data = np.empty(message.count, x.element.storage)
+        try:
+            self._accelerator.copy_out(x, 0, _octets(data)).wait()
+        except DeviceFailed as error:
+            self._lose(str(error))
+            return False
+        message = Message(data, message.src, message.tag, message.count, message.nbytes, message.element)
+        return super()._keep(incoming, message)
+
+
+def _octets(values: Array) -> Octets:
+    return values.view(np.uint8)
