@@ -58,7 +58,12 @@ def _copy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None
     ctypes.memmove(target, source, nbytes)
 
 
+RawKernel = None  # a trial folds nothing
+
 cuda = SimpleNamespace(
+    driver=SimpleNamespace(CUDADriverError=RuntimeError),
+    compiler=SimpleNamespace(CompileException=RuntimeError),
+    nvrtc=SimpleNamespace(NVRTCError=RuntimeError),
     Device=Device,
     Stream=Stream,
     Event=Event,
