@@ -46,7 +46,7 @@ class GivenReceive(Receive):
             self._fail(error)
             return False
         self._incoming = incoming
-        return self._begin(incoming, self._transfer(incoming))
+        return self._start_transfer(incoming, self._transfer(incoming))
 
     def _transfer(self, incoming: Incoming) -> Transfer:
         try:

@@ -83,9 +83,9 @@ class Receive(Wrapped[Message]):
         if incoming.handle is not None and incoming.parts is None and incoming.nbytes <= EAGER_BYTES:
             self._receive_now(incoming, room)
             return True
-        return self._begin(incoming, transfer(self._channel, incoming, room))
+        return self._start_transfer(incoming, transfer(self._channel, incoming, room))
 
-    def _begin(self, incoming: Incoming, steps: Transfer) -> bool:
+    def _start_transfer(self, incoming: Incoming, steps: Transfer) -> bool:
         """Start a transfer; False if there is no memory for it."""
         self._steps = steps
         try:
