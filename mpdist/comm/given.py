@@ -1,8 +1,7 @@
 """Given: a collective whose arrays MPI may get as they are, in the memory of a device.
 
-Its Mirrors have no memory of their own until it is known what is posted: a single call
-of MPI gets the addresses on the device, when the program's stream has come to the call;
-for everything else they become Mirrors like all others.
+A single call of MPI gets the addresses on the device, when the program's stream has come
+to where the collective was called; everything else is staged.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from mpdist.comm.mirror import Mirror
 from mpdist.comm.staging import Staging, original_of, part_of
 from mpdist.comm.ways import Way, way
-from mpdist.memory import Buffer
 from mpdist.progress.marks import Attended, copied
 
 if TYPE_CHECKING:
-    from mpdist.memory import Device
+    from mpdist.memory import Buffer, Device
     from mpdist.memory.accelerator import Accelerator, Mark
     from mpdist.progress.collective import Program, Steps
     from mpdist.progress.engine import Engine
@@ -25,51 +23,30 @@ if TYPE_CHECKING:
 
 
 class Given(Staging):
-    """The arrays of one operation."""
+    """The Mirrors of one operation."""
 
     def __init__(self, engine: Engine, device: Device, scatter_limit: int) -> None:
         super().__init__(engine, device)
         self._engine = engine
         self._device = device
         self._scatter_limit = scatter_limit
-        self._marks: list[Mark] = []
-        self._is_open = True
+        self._ready: list[Mark] = []
 
     def mirror(self, buffer: Buffer, *, is_source: bool = False, is_result: bool = False) -> Mirror:
-        """A Mirror; until the way is decided its address is that of the array."""
-        if not self._is_open:
-            return super().mirror(buffer, is_source=is_source, is_result=is_result)
-        mirror = Mirror(self, buffer.owner, buffer.element, buffer.shape, buffer.readonly, at=buffer.address)
-        self._marks.append(self.accelerator.ready(buffer))
-        self.accelerator.follow(buffer)  # it may yet go another way
-        if is_source:
-            self.sources.append(mirror)
-        if is_result:
-            self.results.append(mirror)
+        mirror = super().mirror(buffer, is_source=is_source, is_result=is_result)
+        self._ready.append(self.accelerator.ready(buffer))
         return mirror
 
     def run(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:
-        """The program, by the way that is decided here."""
-        self._is_open = False
-        if way(op, program, arguments, self._takes, self._scatter_limit) is Way.STAGED:
-            self._land()
-            return super().run(op, program, arguments, transport)
-        return self._run_given(op, program, arguments, transport)
-
-    def _takes(self, op: str) -> bool:
-        return self._engine.awareness.takes(op, self._device)
-
-    def _land(self) -> None:
-        """Give the Mirrors host memory."""
-        for mirror in dict.fromkeys([*self.sources, *self.results]):
-            mirror.land()
-
-    def _run_given(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:
         """The program on the arrays themselves, in the chunks in which other ranks may stage theirs."""
+        if way(op, program, arguments, self._takes, self._scatter_limit) is Way.STAGED:
+            return (yield from super().run(op, program, arguments, transport))
+        for mirror in [*self.sources, *self.results]:
+            mirror.give()
         spans = list(self._spans(op, arguments))
         result = None
         try:
-            yield from copied(self._marks)
+            yield from copied(self._ready)
             for span in spans:
                 self._engine.attend(self.accelerator)
                 chunk = arguments if len(spans) == 1 else [part_of(argument, *span) for argument in arguments]
@@ -77,6 +54,9 @@ class Given(Staging):
         finally:
             self.forget()
         return original_of(result)
+
+    def _takes(self, op: str) -> bool:
+        return self._engine.awareness.takes(op, self._device)
 
 
 def attended(steps: Steps[Any], accelerator: Accelerator) -> Steps[Any]:

@@ -2,7 +2,7 @@
 
 To the operation it is a Buffer like any other, and the `like` of results that the
 caller did not bring: what is allocated like it is a Mirror too, of a new array on
-the device. Where MPI gets the array itself, a Mirror has that one's address, and is
+the device. Where MPI gets the array itself, a Mirror stands at that one's address, and is
 never looked at.
 """
 
@@ -43,7 +43,7 @@ class Mirror(Buffer):
         octets: Array | None = None,
         at: int | None = None,
     ) -> None:
-        """Take host memory (uint8), or where the array itself is."""
+        """Take host memory (uint8), or where on the device MPI is to find it."""
         count = prod(shape)
         self._octets: Any = octets
         self._loan: Loan | None = None
@@ -66,22 +66,18 @@ class Mirror(Buffer):
     def owner(self, _: object) -> None:
         pass
 
+    def give(self) -> None:
+        """From now on it has the address of the array itself, for MPI alone."""
+        self._is_given = True
+        self._address = as_buffer(self.original).address
+
     def part(self, start: int, end: int) -> Mirror:
         """The elements from `start` to `end`; as a result it stands for the whole."""
         unit = self.element.itemsize
-        octets = None if self.octets is None else self.octets[start * unit : end * unit]
-        at = self.address + start * unit if octets is None else None
+        octets = None if self._is_given else self.octets[start * unit : end * unit]
+        at = self.address + start * unit if self._is_given else None
         shape = (end - start,)
-        if self._is_given:
-            at = self.address + start * unit
-            return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, at=at)
-        octets = self.octets[start * unit : end * unit]
-        return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, octets)
-
-    def land(self) -> None:
-        """Stand for the array by host memory from now on."""
-        self._is_given = False
-        self._address = None
+        return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, octets, at)
 
     @property
     def octets(self) -> Any:

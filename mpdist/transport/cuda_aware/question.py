@@ -10,8 +10,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-import mpi4py
-
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.transport.cuda_aware.cache import Cache, Installation
 from mpdist.transport.cuda_aware.library import cuda_support, library_path
@@ -33,6 +31,8 @@ class Question:
 
     def __init__(self, word: str, device: Device) -> None:
         """MPI is running."""
+        import mpi4py
+
         from mpdist.transport import mpi
 
         self._word = word
@@ -41,7 +41,7 @@ class Question:
         self._family = mpi.family()
         self.says = cuda_support(self._library)
         self.needs_trial = needs_trial(word, self.says)
-        self._version = mpi.library_version()
+        self._versions = mpi.library_version(), mpi4py.__version__
 
     def known(self) -> Finding | None:
         """What needs no trial, or no new one; None else."""
@@ -68,7 +68,7 @@ class Question:
 
     def _cache(self) -> Cache:
         device = accelerator_of(self.device).describe()
-        return Cache(Installation.of(self._library, self._version, mpi4py.__version__, device, settings(os.environ)))
+        return Cache(Installation.of(self._library, *self._versions, device, settings(os.environ)))
 
 
 def tell(finding: Finding) -> None:
