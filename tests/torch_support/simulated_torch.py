@@ -34,26 +34,17 @@ NAME = "simgpu"
 # In DLPack kDLCPU, and kDLExtDev, which torch takes for its device type PrivateUse1.
 ON_CPU, ON_DEVICE = 1, 12
 
-# As the CPU's kernels do it, for they look at sizes and strides only.
-VIEWS = ("aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold", "aten::alias", "aten::set_")
-
 COPIES = ("aten::_copy_from", "aten::_copy_from_and_resize")
 
 # Of tensors only, so neither meta nor schema tells that a value is asked for.
 VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 
 # Of sparse tensors: their parts, which the CPU's kernels only put together.
-SPARSE_FORMS = tuple(
-    f"aten::{name}"
-    for name in (
-        "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_indices", "_values", "indices",
-        "values", "_nnz", "sparse_dim", "dense_dim", "is_coalesced", "_coalesced_", "copy_sparse_to_sparse_",
-        "sparse_resize_", "sparse_resize_and_clear_",
-    )
+SPARSE_FORMS = (
+    "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_indices", "_values", "indices",
+    "values", "_nnz", "sparse_dim", "dense_dim", "is_coalesced", "_coalesced_", "copy_sparse_to_sparse_",
+    "sparse_resize_", "sparse_resize_and_clear_",
 )  # fmt: skip
-
-# Of these torch has one for all devices, which refuses.
-REFUSED_FORMS = ("indices", "values", "is_coalesced")
 
 _libraries: list[torch.library.Library] = []
 
@@ -181,12 +172,18 @@ def is_there(x: object) -> bool:
     return isinstance(x, Tensor) and x.device.type == NAME
 
 
+@cache
+def is_view(op: Any) -> bool:
+    alias = op._schema.returns[0].alias_info if op._schema.returns else None
+    return alias is not None and not alias.is_write
+
+
 def kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation of torch on the device."""
     name = op._schema.name
     if name in COPIES:
         return _copy(*args, **kwargs)
-    if name in VIEWS or name == "aten::view.dtype":
+    if name == "aten::set_" or is_view(op):  # the CPU's kernels look at sizes and strides only
         return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     if not any(map(is_there, tree_leaves((args, kwargs)))):
         return _made(op, args, kwargs)
@@ -292,13 +289,16 @@ def _at_once(op: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda x: mine.get(id(x), moved(x, ON_DEVICE)) if isinstance(x, Tensor) else x, found)
 
 
+def sparse_form(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What only puts the parts of a sparse tensor together."""
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU), *args, **kwargs)
+
+
 def sparse_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation on sparse tensors of the device."""
     if op._schema.name == "aten::_copy_from":
         source, target, *_ = args
-        op, args = torch.ops.aten.copy_sparse_to_sparse_.default, (target, source)
-    if op._schema.name in SPARSE_FORMS:
-        return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU), *args, **kwargs)
+        return sparse_form(torch.ops.aten.copy_sparse_to_sparse_.default, target, source)
     synchronize()
     here = {"device": "cpu"} if kwargs.get("device") is not None else {}
     found = op(*tree_map(_sparse_on_cpu, args), **tree_map(_sparse_on_cpu, kwargs) | here)
@@ -351,8 +351,8 @@ def install() -> None:
     library.fallback(kernel, "PrivateUse1")
     library.fallback(sparse_kernel, "SparsePrivateUse1")
     forms = torch.library.Library("aten", "IMPL")
-    for name in REFUSED_FORMS:
-        forms.impl(name, partial(sparse_kernel, getattr(torch.ops.aten, name).default), "SparsePrivateUse1")
+    for name in SPARSE_FORMS:
+        forms.impl(name, partial(sparse_form, getattr(torch.ops.aten, name).default), "SparsePrivateUse1")
     for key in ("Conjugate", "Negative"):  # a copy resolves them
         forms.impl("_copy_from", torch.library.fallthrough_kernel, key)
     _libraries.extend((library, forms))
