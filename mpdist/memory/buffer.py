@@ -8,6 +8,7 @@ address, the shape and the NumPy view only when they are asked for.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +42,10 @@ HOST = Device("cpu")
 def cuda(index: int) -> Device:
     """The CUDA device with this index."""
     return Device("cuda", index)
+
+
+# The types of torch's devices whose memory an Accelerator reaches, and what they are here.
+TORCH_DEVICES: dict[str, Callable[[int], Device]] = {"cuda": cuda}
 
 
 def device_of(name: str) -> Device:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpdist.errors import UnsupportedBuffer
+from mpdist.memory.buffer import TORCH_DEVICES
 from mpdist.memory.elements import BY_NAME, ELEMENT_NAMES, Element, element_of
 
 _OBJECT_HINT = "Python objects travel by the object operations (send_object, broadcast_object, ...)"
@@ -108,7 +109,7 @@ def torch_tensor(x: Any) -> UnsupportedBuffer:
     """A torch tensor that has no plain memory of a known type on a known device."""
     if str(x.layout) != "torch.strided":
         return UnsupportedBuffer(f"got a torch tensor of layout {x.layout}; needed a dense one. Use x.to_dense()")
-    if not (x.is_cpu or x.is_cuda):
+    if not x.is_cpu and x.device.type not in TORCH_DEVICES:
         return UnsupportedBuffer(
             f"got a torch tensor on device {x.device}; needed one on cpu or cuda. Use x.cpu(), and copy results back"
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpdist.errors import UnsupportedBuffer
 from mpdist.memory import dlpack, refusals
-from mpdist.memory.buffer import HOST, Buffer, cuda
+from mpdist.memory.buffer import HOST, TORCH_DEVICES, Buffer, cuda
 from mpdist.memory.elements import BY_DTYPE, BY_NAME, ELEMENTS, Element, element_of
 
 Maker: TypeAlias = Callable[[Any], Buffer]
@@ -96,10 +96,12 @@ def _from_torch_checked(x: Any) -> Buffer:
     _TORCH_ELEMENTS[x.dtype] = element
     if x.is_cpu:
         return _from_torch(x)
-    if not x.is_cuda or not x.is_contiguous() or x.is_neg() or x.is_conj():
+    device_of = TORCH_DEVICES.get(x.device.type)
+    if device_of is None or not x.is_contiguous() or x.is_neg() or x.is_conj():
         raise refusals.torch_tensor(x)
     count = x.numel()
-    return Buffer(None, count, count * element.itemsize, element, cuda(x.get_device()), False, x, x.data_ptr())
+    device = device_of(x.get_device())
+    return Buffer(None, count, count * element.itemsize, element, device, False, x, x.data_ptr())
 
 
 # ---------------------------------------------------------------------- the standard library's

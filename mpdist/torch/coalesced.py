@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpdist.torch.collectives import Collectives
+from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.staging import as_bytes, joined, readable, write
 from mpdist.torch.work import Several
@@ -44,6 +45,7 @@ class Coalesced(Collectives):
 
     def _gather_all(self, blocks: Sequence[Tensors], inputs: Tensors, opts: Any, outputs: Tensors) -> TorchWork:
         """Block r of `blocks[k]` is input k of rank r. All inputs of a rank travel as bytes, one behind the other."""
+        check_together([*inputs, *outputs])
         parts = [_octets(readable(x)) for x in inputs]
         packed = joined(parts)
         everyone = packed.new_empty((self._size, packed.numel()))

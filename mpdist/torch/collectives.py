@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mpdist.torch import sparse, uneven
+from mpdist.torch.devices import is_served
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.group import Group
 from mpdist.torch.options import only, only_list, root_of
@@ -32,7 +33,7 @@ class Collectives(Group):
         if tensor.is_sparse:
             return sparse.all_reduce(self, tensor, op, opts)
         name = name_of(op, tensor.dtype)
-        if self._size == 1 and type(name) is str and is_known(tensor.dtype) and tensor.is_cpu:
+        if self._size == 1 and type(name) is str and is_known(tensor.dtype) and is_served(tensor):
             return self._alone(opts, tensor)
         if name is not None and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return self._hand(self._comm.all_reduce(tensor, name), opts, [tensor])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpdist.torch import profiling
 from mpdist.torch.burial import bury
+from mpdist.torch.device_work import DeviceWork
 from mpdist.torch.errors import translated
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
@@ -200,7 +201,8 @@ class Group(dist.ProcessGroup):
             if event is not None:
                 event.end()
             return DONE
-        work = Work(self._waiter, posted, outputs, finish, event)
+        kind = Work if not outputs or outputs[0].is_cpu else DeviceWork
+        work = kind(self._waiter, posted, outputs, finish, event)
         if not posted._done:
             self._progress.posted()
         if sum(tensor.numel() for tensor in outputs) < KEPT_ELEMENTS:

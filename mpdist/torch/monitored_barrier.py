@@ -141,8 +141,8 @@ def _tag(group: Group, stage: int) -> int:
 
 
 def _send(group: Group, rank: int, stage: int, stamp: Stamp) -> None:
-    group._comm.send(torch.tensor(stamp), rank, _tag(group, stage))
+    group._comm.send(torch.tensor(stamp, device="cpu"), rank, _tag(group, stage))
 
 
 def _receive(group: Group, rank: int, stage: int) -> Any:
-    return group._comm.recv(torch.zeros(2, dtype=torch.int64), rank, _tag(group, stage))
+    return group._comm.recv(torch.zeros(2, dtype=torch.int64, device="cpu"), rank, _tag(group, stage))

@@ -18,7 +18,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 def only(tensors: Tensor | Sequence[Tensor], what: str) -> Tensor:
-    """The one tensor of a list; several mean several devices, which a CPU has not."""
+    """The one tensor of a list; several would be several devices, of which a rank has one."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:

@@ -116,7 +116,9 @@ def _factor(op: Any, dtype: torch.dtype) -> int | float | complex:
 
 def _divide(total: Tensor, size: int) -> None:
     if total.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no arithmetic for them
-        numbers = total.view(-1).numpy()
+        host = total.cpu()  # itself, if it is there
+        numbers = host.view(-1).numpy()
         numbers //= size
+        total.copy_(host)
         return
     total.div_(size, rounding_mode="trunc")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NAME = "mpdist"
 SCHEME = "mpi"
 DEVICES = ["cpu"]
+"""Types of devices whose tensors are communicated; "cuda" is one of them where this torch is built for it."""
 
 
 def autoload() -> None:
@@ -37,10 +38,13 @@ def autoload() -> None:
 
 def register() -> None:
     """Register the backend "mpdist" and the rendezvous mpi://; may be called again."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
+    if torch.version.cuda is not None and "cuda" not in DEVICES:
+        DEVICES.append("cuda")
     dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=list(DEVICES))
     _register_rendezvous()
     _let_barrier_be_monitored()

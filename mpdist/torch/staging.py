@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mpdist.torch.devices import check_together
+
 Finish = Callable[[], object]
 
 _PLAIN_TYPES = frozenset(
@@ -111,6 +113,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     whole = one_behind_the_other(tensors)
     if whole is not None:
         return whole
+    check_together(tensors)
     return torch.cat([readable(tensor).detach().reshape(-1) for tensor in tensors])
 
 
@@ -119,6 +122,7 @@ def room_for(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
     whole = one_behind_the_other(tensors)
     if whole is not None:
         return whole, None
+    check_together(tensors)
     first = tensors[0]
     dtype = first.dtype if first.dtype in _PLAIN_TYPES else torch.uint8
     scale = first.element_size() if dtype is not first.dtype else 1

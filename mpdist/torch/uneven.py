@@ -8,14 +8,18 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpdist.memory import Buffer, as_buffer
+from mpdist.comm.staged_calls import through
+from mpdist.comm.staging import Staging
+from mpdist.memory import HOST, Buffer, as_buffer
 from mpdist.progress.collective import Collective, Steps, single_step
+from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.staging import Finish, as_bytes, is_known, joined, readable, room_for, writable, write
 
@@ -56,10 +60,10 @@ def scatter(group: Group, out: Tensor, blocks: Tensors, root: int, opts: Any) ->
     target = _buffer(room)
     unit = target.element.itemsize
     if group._rank != root:
-        return _post(group, "scatter", _scatter, opts, [out], finish, [], None, (), target, unit, root)
+        return _post(group, "scatter", _scatter, opts, [out], finish, [], None, target, (), unit, root)
     check_block(out, blocks[root], root)
     x = _buffer(as_bytes(joined(blocks)))
-    return _post(group, "scatter", _scatter, opts, [out], finish, blocks, x, _counts(blocks), target, unit, root)
+    return _post(group, "scatter", _scatter, opts, [out], finish, blocks, x, target, _counts(blocks), unit, root)
 
 
 def all_to_all(
@@ -80,8 +84,8 @@ def all_to_all(
         finish,
         inputs,
         _buffer(as_bytes(x)),
-        _counts(sent),
         _buffer(room),
+        _counts(sent),
         _counts(received),
     )
 
@@ -160,10 +164,35 @@ def _post(
     outputs: Tensors,
     finish: Finish | None,
     inputs: Tensors,
+    x: Buffer | None,
+    out: Buffer | None,
     *arguments: Any,
 ) -> TorchWork:
-    posted: Collective[Any] = group._channel.post(op, program, str, *arguments)
+    if all(buffer is None or buffer.device is HOST for buffer in (x, out)):
+        posted: Collective[Any] = group._channel.post(op, program, str, x, out, *arguments)
+    else:
+        posted = _post_staged(group, op, program, x, out, *arguments)
     return group._hand(posted, opts, outputs, finish, inputs)
+
+
+def _post_staged(
+    group: Group, op: str, program: Any, x: Buffer | None, out: Buffer | None, *arguments: Any
+) -> Collective[Any]:
+    """The same with arrays on a device, through host memory."""
+    check_together([buffer.owner for buffer in (x, out) if buffer is not None])  # type: ignore[misc]  # all are tensors
+    device = next(buffer.device for buffer in (x, out) if buffer is not None)
+    staging = Staging(group._engine, device)
+    source = None if x is None else staging.mirrored(x, is_source=True)
+    target = None if out is None else staging.mirrored(out, is_result=True)
+    channel = through(group._comm, staging)._channel
+    posted: Collective[Any] = channel.post(op, partial(_with_result, program), str, source, target, *arguments)
+    return posted
+
+
+def _with_result(program: Any, transport: Transport, x: Any, out: Any, *arguments: Any) -> Steps[Any]:
+    """What the program has written is its result, which is copied to the device."""
+    yield from program(transport, x, out, *arguments)
+    return out
 
 
 # ---------------------------------------------------------------------- one call of MPI each
@@ -185,7 +214,7 @@ def _gather(
 
 @single_step
 def _scatter(
-    transport: Transport, x: Buffer | None, counts: Sequence[int], out: Buffer, unit: int, src: int
+    transport: Transport, x: Buffer | None, out: Buffer, counts: Sequence[int], unit: int, src: int
 ) -> Steps[None]:
     unit, (counts,) = in_larger_units(unit, counts)
     yield transport.iscatterv(x, counts, unit, out, src)
@@ -193,7 +222,7 @@ def _scatter(
 
 @single_step
 def _all_to_all(
-    transport: Transport, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int]
+    transport: Transport, x: Buffer, out: Buffer, sent: Sequence[int], received: Sequence[int]
 ) -> Steps[None]:
     unit, (sent, received) = in_larger_units(x.element.itemsize, sent, received)
     yield transport.iall_to_allv(x, sent, out, received, unit)

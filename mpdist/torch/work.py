@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
+from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
 from mpdist.torch.options import NO_TIMEOUT
 
@@ -118,7 +119,7 @@ class Work(TorchWork):
         self._future: torch.futures.Future[Any] | None = None
         if finish is not None:
             self._finishing = threading.Lock()
-            when_done(posted, lambda _: self._finish_once())
+            self._finish_when_done()
         if event is not None:
             when_done(posted, lambda _: event.end())
 
@@ -150,17 +151,24 @@ class Work(TorchWork):
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """The same as wait: there is no stream on a CPU."""
+        """The same as wait."""
         self.wait()
+
+    def _finish_when_done(self) -> None:
+        when_done(self._posted, lambda _: self._finish_once())
 
     def _finish_once(self) -> None:
         if self._finish is None:
             return
         with self._finishing:
-            finish = self._finish
-            if finish is not None and self._posted._error is None:
-                finish()
+            if self._finish is not None and self._posted._error is None:
+                self._bring()
             self._finish = None
+
+    def _bring(self) -> None:
+        """Bring the results to where they belong."""
+        assert self._finish is not None
+        self._finish()
 
     # ------------------------------------------------------------------ asking
 
@@ -225,7 +233,7 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run 
     """A Future whose `wait` drives: it may be called in a callback, on the thread that would drive otherwise."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__()
+        super().__init__(devices=devices_of(work._outputs))
         self._work = work
 
     def wait(self) -> Any:
@@ -273,7 +281,7 @@ class Complete(Done):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices_of(self._outputs))  # type: ignore[arg-type]  # a list of some of what it takes
         future.set_result(self._outputs)
         return future
 

@@ -198,9 +198,9 @@ def _address(memory: Array) -> int:
 
 
 @contextmanager
-def simulated(**options: Any) -> Iterator[Simulated]:
+def simulated(device: Simulated | None = None, **options: Any) -> Iterator[Simulated]:
     """Arrays on cuda:0 are those of a simulated GPU."""
-    device = Simulated(**options)
+    device = device or Simulated(**options)
     before = accelerator._known.get(DEVICE)
     accelerator._known[DEVICE] = device
     try:

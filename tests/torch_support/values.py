@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -41,10 +41,14 @@ def numbers(shape: Sequence[int] | int, dtype: torch.dtype, seed: int) -> Tensor
     generator = torch.Generator().manual_seed(1000 + seed)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     low = 0 if dtype in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64) else -3
-    values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator)
+    values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator, device="cpu")
     if dtype in COMPLEX:
-        return torch.complex(values.double(), torch.randint(-3, 4, shape, generator=generator).double()).to(dtype)
-    return values.to(dtype)
+        others = torch.randint(-3, 4, shape, generator=generator, device="cpu")
+        return placed(torch.complex(values.double(), others.double()).to(dtype))
+    return placed(values.to(dtype))
+
+
+placed: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731  # tests of a device bring them there
 
 
 def everyone(shape: Sequence[int] | int, dtype: torch.dtype, ranks: Sequence[int]) -> list[Tensor]:
@@ -62,7 +66,7 @@ def wide(tensor: Tensor) -> Tensor:
 def reduced(op: Any, inputs: Sequence[Tensor]) -> Tensor:
     """What a reduction must give, computed here."""
     dtype = inputs[0].dtype
-    values = [wide(tensor) for tensor in inputs]
+    values = [wide(tensor.cpu()) for tensor in inputs]
     if op == ReduceOp.AVG:
         total = reduce(torch.add, values)
         if dtype in INTEGERS:
@@ -90,6 +94,7 @@ def strided(tensor: Tensor) -> Tensor:
 
 def assert_same(got: Tensor, wanted: Tensor, case: object) -> None:
     """Equal values and types; the case is named if not."""
+    got, wanted = got.cpu(), wanted.cpu()
     assert got.dtype == wanted.dtype, (case, got.dtype, wanted.dtype)
     assert got.shape == wanted.shape, (case, got.shape, wanted.shape)
     left, right = (each.view(torch.uint8) if each.dtype in TINY else wide(each) for each in (got, wanted))

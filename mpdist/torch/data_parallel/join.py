@@ -78,6 +78,6 @@ class DataParallelHook(JoinHook):
 
 def authority(comm: Communicator, is_candidate: bool) -> int:
     """The highest rank that has what all others need."""
-    number = torch.tensor([comm.rank if is_candidate else -1])
+    number = torch.tensor([comm.rank if is_candidate else -1], device="cpu")
     finish(comm.all_reduce(number, op="max"))
     return int(number.item())

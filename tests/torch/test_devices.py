@@ -1,0 +1,46 @@
+"""The backend on tensors of a device: the tests of its values once more, and what only a device has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_support import devices, simulated_torch
+from torch_support.simulated_torch import late
+from torch_support.values import assert_same, numbers
+
+import mpdist
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart]
+
+# What these ask of a process has nothing to do with devices.
+OTHERS = ("test_barrier_holds_until_the_last_rank_has_come", "test_objects")
+
+
+def _tests_of(name: str) -> dict[str, Any]:
+    """The tests of another module here."""
+    spec = importlib.util.spec_from_file_location(f"on_device_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {key: value for key, value in vars(module).items() if key.startswith("test_") and key not in OTHERS}
+
+
+globals().update(_tests_of("test_reductions") | _tests_of("test_moving"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _simulated() -> None:
+    simulated_torch.install()
+
+
+@pytest.fixture(params=devices.DEVICES, autouse=True)
+def device(request: pytest.FixtureRequest, group: dist.ProcessGroup, world: mpdist.Communicator) -> Iterator[str]:
+    with devices.opened(request.param, world) as name:
+        yield name

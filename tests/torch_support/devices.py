@@ -1,0 +1,50 @@
+"""Devices of torch for tests: a simulated one everywhere, and CUDA where there is one.
+
+On both, tensors get their values late, in the current stream: whoever does not wait for that communicates what was
+there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from comm.devices import SPIN, SPIN_TICKS
+from torch import Tensor
+from torch_support import simulated_torch, values
+
+import mpdist
+
+DEVICES = [simulated_torch.NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@contextmanager
+def opened(device: str, comm: mpdist.Communicator) -> Iterator[str]:
+    """New tensors are on the device, and those of `values` come late."""
+    before = values.placed
+    if device == "cuda":
+        values.placed = late_on_cuda
+        with torch.device(device):
+            yield device
+        torch.cuda.synchronize()
+    else:
+        values.placed = simulated_torch.late
+        with simulated_torch.opened(comm, seconds=0.0002), torch.device(device):
+            yield device
+    values.placed = before
+
+
+def late_on_cuda(tensor: Tensor) -> Tensor:
+    """The same on the GPU, after a kernel of some milliseconds."""
+    import cupy
+    import numpy as np
+
+    there = tensor.cuda()
+    late = torch.zeros_like(there)
+    spin: Any = cupy.RawKernel(SPIN, "spin")
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        spin((1,), (1,), (np.int64(SPIN_TICKS),))
+    return late.copy_(there)
