@@ -41,6 +41,6 @@ def check_together(tensors: Sequence[Tensor]) -> None:
         )
 
 
-def devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
+def devices_of(tensors: Sequence[Tensor]) -> list[int | str | torch.device]:
     """What a Future of these tensors must be told: the devices besides the CPU."""
     return list({tensor.device: None for tensor in tensors if not tensor.is_cpu})

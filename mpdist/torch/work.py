@@ -281,7 +281,7 @@ class Complete(Done):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices_of(self._outputs))  # type: ignore[arg-type]  # a list of some of what it takes
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices_of(self._outputs))
         future.set_result(self._outputs)
         return future
 

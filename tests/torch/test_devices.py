@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch_support import devices, simulated_torch
-from torch_support.simulated_torch import late
-from torch_support.values import assert_same, numbers
 
 import mpdist
 

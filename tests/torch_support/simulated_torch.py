@@ -204,9 +204,9 @@ def _made(op: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if is_there(source) and is_there(target):
-        _run(lambda a=on_cpu(source), b=on_cpu(target): b.copy_(a))
+        _run(partial(on_cpu(target).copy_, on_cpu(source)))
     elif is_there(target):
-        _run(lambda a=source.clone(), b=on_cpu(target): b.copy_(a))
+        _run(partial(on_cpu(target).copy_, source.clone()))
     else:
         synchronize()
         target.copy_(on_cpu(source))
