@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from mpdist.errors import Unavailable
-from mpdist.transport.cuda_aware.library import cuda_support, library_path
+from mpdist.transport.cuda_aware.claim import cuda_support, library_path
 from mpdist.transport.start_up import without_network_cards
 
 

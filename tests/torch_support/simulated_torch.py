@@ -22,6 +22,7 @@ import torch
 from memory.simulated import DEVICE, Simulated, SimulatedMark, simulated
 from memory.simulated import Stream as Queue
 from torch import Tensor
+from torch import library as kernels
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -46,7 +47,7 @@ SPARSE_FORMS = (
     "sparse_resize_", "sparse_resize_and_clear_",
 )  # fmt: skip
 
-_libraries: list[torch.library.Library] = []
+_libraries: list[kernels.Library] = []
 
 
 class Head(ctypes.Structure):
@@ -347,14 +348,14 @@ def on_cpu(tensor: Tensor) -> Tensor:
 def install() -> None:
     """Make the device known to torch, and to mpdist."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
-    library = torch.library.Library("_", "IMPL")
+    library = kernels.Library("_", "IMPL")
     library.fallback(kernel, "PrivateUse1")
     library.fallback(sparse_kernel, "SparsePrivateUse1")
-    forms = torch.library.Library("aten", "IMPL")
+    forms = kernels.Library("aten", "IMPL")
     for name in SPARSE_FORMS:
         forms.impl(name, partial(sparse_form, getattr(torch.ops.aten, name).default), "SparsePrivateUse1")
     for key in ("Conjugate", "Negative"):  # a copy resolves them
-        forms.impl("_copy_from", torch.library.fallthrough_kernel, key)
+        forms.impl("_copy_from", kernels.fallthrough_kernel, key)
     _libraries.extend((library, forms))
     TORCH_DEVICES[NAME] = cuda
     registration.DEVICES.append(NAME)

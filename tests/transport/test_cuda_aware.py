@@ -21,7 +21,7 @@ from mpdist.memory import Device
 from mpdist.transport.cuda_aware import Awareness
 from mpdist.transport.cuda_aware import question as module
 from mpdist.transport.cuda_aware.cache import default_folder
-from mpdist.transport.cuda_aware.library import _ask_mpich, _ask_open_mpi, cuda_support, library_path
+from mpdist.transport.cuda_aware.claim import _ask_mpich, _ask_open_mpi, cuda_support, library_path
 from mpdist.transport.cuda_aware.question import described
 from mpdist.transport.cuda_aware.table import Answer, Finding
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.transport.cuda_aware.cache import Cache, Installation
-from mpdist.transport.cuda_aware.library import cuda_support, library_path
+from mpdist.transport.cuda_aware.claim import cuda_support, library_path
 from mpdist.transport.cuda_aware.probe import probe, settings
 from mpdist.transport.cuda_aware.table import Answer, Finding, Table, decide, needs_trial, text_of, to_try
 

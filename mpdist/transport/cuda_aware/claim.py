@@ -1,4 +1,4 @@
-"""Library: the MPI that this process has loaded, and what it says of GPUs."""
+"""Claim: what the MPI that this process has loaded says of GPUs, and where its library is."""
 
 from __future__ import annotations
 
