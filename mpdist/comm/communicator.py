@@ -16,6 +16,7 @@ from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
 from mpdist.comm.objects import Objects
+from mpdist.comm.straight import IPC_FROM
 from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
@@ -150,7 +151,7 @@ class Communicator(Objects, Collectives, Groups):
         return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
 
     def _empty_there(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
-        if prod(shape) and can_join(self._channel):
+        if prod(shape) * dtype.itemsize >= min(IPC_FROM.values()) and can_join(self._channel):
             with suppress(DeviceFailed):  # then it is like any other
                 return exports_of(self._channel.engine, device).array(shape, dtype)
         return accelerator_of(device).empty(shape, dtype)

@@ -57,7 +57,7 @@ def _staging(operations: Any, op: str, device: Device, is_even: bool) -> Staging
     engine = operations._channel.engine
     if is_even and engine.awareness.takes(op, device):
         return Given(engine, device, operations._large_from["scatter"])
-    return Staging(engine, device)
+    return Staging(engine, device, is_even)
 
 
 class Runs(Protocol):

@@ -42,9 +42,13 @@ class Staging:
 
     Args:
         device: where its arrays are.
+
+    Attributes:
+        is_even: the ranks' arrays are of one size.
     """
 
-    def __init__(self, engine: Engine, device: Device) -> None:
+    def __init__(self, engine: Engine, device: Device, is_even: bool = True) -> None:
+        self.is_even = is_even
         self.pinned = pinned_of(engine, device)
         self.accelerator = self.pinned.accelerator
         self.sources: list[Mirror] = []

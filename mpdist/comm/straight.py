@@ -75,11 +75,9 @@ class Call:
         if not mirrors or (how is None and op in ("all_reduce", "reduce_scatter")):
             return None
         x = mirrors[0]
-        if x.nbytes < IPC_FROM[op]:
+        if x.nbytes < IPC_FROM[op] or not x.staging.is_even:
             return None
         out = x if op == "broadcast" else mirrors[-1] if op == "all_reduce" else mirrors[1] if mirrors[1:] else x
-        if out is x and op in ("all_gather", "reduce_scatter"):  # uneven blocks
-            return None
         buffers = as_buffer(x.original), as_buffer(out.original)
         return cls(op, *buffers, how, src, out.original, x.staging.forget)
 

@@ -71,7 +71,7 @@ class Cuda:
 
     def follow(self, x: Buffer) -> None:
         """See Accelerator."""
-        with self._device:
+        with self.active():
             event = self._reached(x.owner)
             if event is None:
                 self._ask(x.owner, self._out)
@@ -82,7 +82,7 @@ class Cuda:
 
     def ready(self, x: Buffer) -> CudaMark:
         """See Accelerator."""
-        with self._device:
+        with self.active():
             event = self._reached(x.owner)
             if event is not None:
                 return CudaMark(event, self.runtime.CUDARuntimeError)
@@ -151,7 +151,7 @@ class Cuda:
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
-            with self._device:
+            with self.active():
                 self.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def _event(self) -> Any:
@@ -159,7 +159,7 @@ class Cuda:
 
     def mark(self, stream: Any) -> CudaMark:
         """All that is queued in a stream so far."""
-        with self._device:
+        with self.active():
             event = self._event()
             event.record(stream)
         return CudaMark(event, self.runtime.CUDARuntimeError)

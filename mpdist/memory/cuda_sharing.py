@@ -55,6 +55,11 @@ class CudaSharing:
             memory = self._gpu.cuda.UnownedMemory(block.address, block.nbytes, owner)
             return cupy.ndarray(tuple(shape), dtype, self._gpu.cuda.MemoryPointer(memory, 0))
 
+    def settle(self) -> None:
+        """See Sharing."""
+        with self._gpu.active():
+            self._runtime.deviceSynchronize()
+
     def open(self, handle: bytes) -> int:
         """See Sharing."""
         with self._gpu.active():

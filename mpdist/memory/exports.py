@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.buffer import Buffer
 
-# Blocks for arrays are multiples of this, as cudaMalloc's are: so that one of about the size serves the next array.
+# Blocks for arrays are of this size, as cudaMalloc's, or twice, four times, ...: so that one serves the next array, too.
 UNIT_BYTES = 2 * 1024 * 1024
 
 PRIVATE = -1
@@ -107,12 +107,14 @@ class Exports:
             DeviceFailed: no memory that others can open is left.
         """
         nbytes = prod(shape) * dtype.itemsize
-        size = -(-max(nbytes, 1) // UNIT_BYTES) * UNIT_BYTES
+        size = UNIT_BYTES << max(-(-nbytes // UNIT_BYTES) - 1, 0).bit_length()
         try:
             block = self._spare.setdefault(size, []).pop()
         except IndexError:
             block = self.sharing.export(size)
             insort(self._arrays, (block.address, block.nbytes, block.handle))
+        else:
+            self.sharing.settle()  # who had it before may have queued work on it, in any stream
         return self.sharing.array(block, shape, dtype, _Lent(self, block))
 
     def take_back(self, block: Export) -> None:

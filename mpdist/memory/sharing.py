@@ -83,6 +83,9 @@ class Sharing(Protocol):
     def array(self, block: Export, shape: Sequence[int], dtype: np.dtype[np.generic], owner: object) -> object:
         """An array at the beginning of a block, which keeps its owner."""
 
+    def settle(self) -> None:
+        """Wait until all work that this process has queued on the device is over, in whatever stream."""
+
     def open(self, handle: bytes) -> int:
         """Address in this process of another one's block."""
 

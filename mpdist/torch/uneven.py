@@ -181,7 +181,7 @@ def _post_staged(
     """The same with arrays on a device, through host memory."""
     check_together([buffer.owner for buffer in (x, out) if buffer is not None])  # type: ignore[misc]  # all are tensors
     device = next(buffer.device for buffer in (x, out) if buffer is not None)
-    staging = Staging(group._engine, device)
+    staging = Staging(group._engine, device, is_even=False)
     source = None if x is None else staging.mirrored(x, is_source=True)
     target = None if out is None else staging.mirrored(out, is_result=True)
     channel = through(group._comm, staging)._channel

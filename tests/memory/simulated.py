@@ -171,6 +171,11 @@ class Simulated:
         """A new one."""
         return Stream(self._seconds)
 
+    def settle(self) -> None:
+        """All that is queued is over."""
+        for stream in (self.program, self._out, self._in):
+            stream.mark().wait()
+
     def entered(self) -> SimulatedMark:
         """What copies to the device wait for."""
         return self._in.mark()

@@ -115,6 +115,9 @@ class SimulatedSharing:
 
         return DeviceArray(np.asarray(_Room(block, tuple(shape), dtype, owner)))
 
+    def settle(self) -> None:
+        self._device.settle()
+
     def open(self, handle: bytes) -> int:
         with failures(RuntimeError):
             if any(handle == known for known, _ in self.opened.values()):

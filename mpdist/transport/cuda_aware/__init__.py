@@ -1,6 +1,6 @@
 """CUDA-aware: which operations of this MPI may be given the memory of a GPU.
 
-library    what the library says of itself
+claim      what the library says of itself
 probe      what a trial in other processes shows: they may crash
 cache      the trial's answers, kept for each installation
 table      what is made of all that, and of the user's word
