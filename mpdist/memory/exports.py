@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.buffer import Buffer
 
-# Blocks for arrays are of this size, as cudaMalloc's, or twice, four times, ...: so that one serves the next array, too.
+# Blocks for arrays are of this size, as cudaMalloc's, or twice, four times, ...: so that one serves the next, too.
 UNIT_BYTES = 2 * 1024 * 1024
 
 PRIVATE = -1

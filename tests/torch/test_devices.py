@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch_support import devices, simulated_torch
+from torch_support import devices, simulated_torch, values
 
 import mpdist
+from mpdist.comm import straight
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart]
 
@@ -41,3 +43,18 @@ def _simulated() -> None:
 def device(request: pytest.FixtureRequest, group: dist.ProcessGroup, world: mpdist.Communicator) -> Iterator[str]:
     with devices.opened(request.param, world) as name:
         yield name
+
+
+@pytest.mark.ranks(2, 3)
+def test_blocks_of_different_sizes_never_go_straight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one size do, when the ranks have found out that they can."""
+    for op in straight.IPC_FROM:
+        monkeypatch.setitem(straight.IPC_FROM, op, 0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(4):
+        even = values.placed(torch.ones(5, device="cpu"))
+        dist.all_reduce(even)
+        assert even.tolist() == [size] * 5
+        blocks = [torch.empty(other + 1) for other in range(size)]
+        dist.all_gather(blocks, values.placed(torch.full((rank + 1,), float(rank), device="cpu")))
+        assert [block.tolist() for block in blocks] == [[other] * (other + 1) for other in range(size)]
