@@ -62,10 +62,11 @@ class GivenReceive(Receive):
             return Message(x.owner, incoming.src, incoming.tag, count, incoming.nbytes, x.element)
         try:
             room = self._host()
+            octets = _octets(room.array())  # lent here, where a lack of memory is told
         except MemoryError as error:
             raise NoRoom(f"{type(error).__name__}: {error}") from error
         came = yield from transfer(channel, incoming, room)
-        yield from copied([self._accelerator.copy_in(_octets(room.array())[: came.nbytes], x, 0)])
+        yield from copied([self._accelerator.copy_in(octets[: came.nbytes], x, 0)])
         return Message(x.owner, came.src, came.tag, came.count, came.nbytes, x.element)
 
     def _keep(self, incoming: Incoming, message: Message) -> bool:

@@ -20,6 +20,7 @@ import mpdist
 from mpdist.algorithms.choose import Thresholds
 from mpdist.comm import staging
 from mpdist.config import DEVICE_OPERATIONS
+from mpdist.memory.pinned import Pinned
 from mpdist.progress import sending, wire
 from mpdist.transport.cuda_aware import Awareness
 
@@ -206,15 +207,13 @@ async def test_what_is_not_one_call_of_mpi_is_staged(comm: Comm, given: Simulate
 async def test_a_large_array_is_given_where_all_algorithms_are_mpis(
     comm: Comm, given: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = comm._channel.engine
-    before, engine.thresholds = engine.thresholds, Thresholds()
-    monkeypatch.setattr(engine, "has_ipc", False)  # else ranks of a node try that way, too
+    monkeypatch.setattr(comm._channel.engine, "thresholds", Thresholds())
+    monkeypatch.setattr(comm._channel.engine, "has_ipc", False)  # else ranks of a node try that way, too
     async with comm.dup() as native:
         values = np.ones(3 << 20, np.float32)
         x = given.array(values)
         await native.all_reduce(x)
         check(x, values * comm.size)
-    engine.thresholds = before
     assert not given.copies
 
 
@@ -282,6 +281,28 @@ async def test_a_message_in_pieces_goes_through_the_host(
     check(out, values)
     await sent
     assert ("in", 8000) in given.copies
+
+
+@pytest.mark.ranks(2)
+async def test_a_message_in_pieces_for_which_the_host_has_no_memory_stays_queued(
+    comm: Comm, given: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("nothing is left")
+
+    other, values, out = 1 - comm.rank, np.arange(1000.0), given.array(np.zeros(1000))
+    monkeypatch.setattr(wire, "PIECE_BYTES", 1000)
+    sent = comm.send(values, other)
+    with monkeypatch.context() as changed:
+        changed.setattr(wire, "PIECE_BYTES", 1 << 30)
+        receive = comm.recv(out, other)
+    with monkeypatch.context() as changed:
+        changed.setattr(Pinned, "lend", fail)
+        with pytest.raises(mpdist.CommunicationError, match="nothing is left; the message stays queued"):
+            await receive
+    assert (await comm.recv(out, other)).data is out
+    check(out, values)
+    await sent
 
 
 async def test_a_message_to_this_rank_goes_through_the_host(comm: Comm, given: Simulated) -> None:
