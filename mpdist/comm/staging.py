@@ -124,7 +124,7 @@ class Staging:
 
     def _spans(self, op: str, arguments: Sequence[Any]) -> Iterator[tuple[int, int]]:
         """From and to which element the arrays travel together."""
-        mirrors = [each for each in _flat(arguments) if isinstance(each, Mirror)]
+        mirrors = [each for each in flat(arguments) if isinstance(each, Mirror)]
         if not mirrors:
             yield (0, 0)
             return
@@ -180,9 +180,10 @@ def part_of(argument: Any, start: int, end: int) -> Any:
     return tuple(part_of(each, start, end) for each in argument) if isinstance(argument, tuple) else argument
 
 
-def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+def flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    """The arguments of a program, those of a call of MPI among them."""
     for argument in arguments:
         if isinstance(argument, tuple):
-            yield from _flat(argument)
+            yield from flat(argument)
         else:
             yield argument

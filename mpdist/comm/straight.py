@@ -6,7 +6,7 @@ the operation, its size, and what all ranks have told by then, see algorithms/de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from mpdist.algorithms.devices.words import Facts, handle_in, words_of_handle
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.reduction import factors_in, words_of
 from mpdist.comm.mirror import Mirror
+from mpdist.comm.staging import flat
 from mpdist.errors import CollectiveMismatch
 from mpdist.memory import Buffer, Folder, as_buffer
 from mpdist.memory.exports import PRIVATE
@@ -68,7 +69,7 @@ class Call:
         """The call of these arguments of a program; None for one that is always staged."""
         if op not in IPC_FROM:
             return None
-        flat = list(_flat(arguments))
+        flat = list(flat(arguments))
         mirrors = [each for each in flat if isinstance(each, Mirror)]
         how = next((each for each in flat if isinstance(each, Reduction)), None)
         src = next((each for each in flat if isinstance(each, int)), 0)
@@ -186,11 +187,3 @@ def _check(channel: Channel, team: Team, op: str, told: Sequence[Facts]) -> None
         raise misfit
     if len({facts[_SRC] for facts in told}) > 1:
         raise CollectiveMismatch(f"{op} on {channel.where()}: the ranks differ in src or dst; give all the same")
-
-
-def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from _flat(argument)
-        else:
-            yield argument
