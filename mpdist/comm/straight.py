@@ -69,10 +69,10 @@ class Call:
         """The call of these arguments of a program; None for one that is always staged."""
         if op not in IPC_FROM:
             return None
-        flat = list(flat(arguments))
-        mirrors = [each for each in flat if isinstance(each, Mirror)]
-        how = next((each for each in flat if isinstance(each, Reduction)), None)
-        src = next((each for each in flat if isinstance(each, int)), 0)
+        given = list(flat(arguments))
+        mirrors = [each for each in given if isinstance(each, Mirror)]
+        how = next((each for each in given if isinstance(each, Reduction)), None)
+        src = next((each for each in given if isinstance(each, int)), 0)
         if not mirrors or (how is None and op in ("all_reduce", "reduce_scatter")):
             return None
         x = mirrors[0]
