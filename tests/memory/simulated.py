@@ -106,7 +106,7 @@ class SimulatedMark:
 class Simulated:
     """The accelerator, and the stream in which a program computes."""
 
-    def __init__(self, seconds: float = 0.0005, can_pin: bool = True) -> None:
+    def __init__(self, seconds: float = 0.0002, can_pin: bool = True) -> None:
         self._seconds = seconds
         self.program = Stream(5 * seconds)
         self._out, self._in = Stream(seconds), Stream(seconds)
