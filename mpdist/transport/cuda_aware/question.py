@@ -33,15 +33,15 @@ class Question:
         """MPI is running."""
         import mpi4py
 
-        from mpdist.transport import mpi
+        from mpdist.transport.mpi import family, library_version
 
         self._word = word
         self.device = device
         self._library = library_path()
-        self._family = mpi.family()
+        self._family = family()
         self.says = cuda_support(self._library)
         self.needs_trial = needs_trial(word, self.says)
-        self._versions = mpi.library_version(), mpi4py.__version__
+        self._versions = library_version(), mpi4py.__version__
 
     def known(self) -> Finding | None:
         """What needs no trial, or no new one; None else."""
