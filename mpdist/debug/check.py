@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.debug.fingerprint import NBYTES, Call, describe_mismatch, is_mismatch
+from mpdist.debug.fingerprint import NBYTES, Call, mismatch_error
 from mpdist.debug.guard import guard, guarded
 from mpdist.debug.lines import caller
-from mpdist.errors import CollectiveMismatch
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
 
@@ -52,10 +51,8 @@ def _compared(channel: Channel, sequence: int, call: Call, steps: Steps[Any]) ->
     rows = np.zeros((channel.size, NBYTES), np.uint8)
     yield channel.transport.iall_gather(as_buffer(call.pack()), as_buffer(rows, writable=True))
     calls = {rank: Call.unpack(row.tobytes()) for rank, row in enumerate(rows)}
-    if is_mismatch(calls):
+    error = mismatch_error(channel.name, sequence, calls)
+    if error is not None:
         steps.close()
-        raise CollectiveMismatch(
-            describe_mismatch(channel.name, sequence, calls),
-            {rank: f"{each.text} ({each.site})" for rank, each in calls.items()},
-        )
+        raise error
     return (yield from steps)

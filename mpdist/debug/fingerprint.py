@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mpdist.errors import CollectiveMismatch
+
 NBYTES = 1024
 _PART_BYTES = 440
 
@@ -85,6 +87,14 @@ def describe_mismatch(channel: str, sequence: int, calls: Mapping[int, Call]) ->
         f"    {who:{widths[0]}} {op:{widths[1]}} {details:{widths[2]}}  ({site})" for who, op, details, site in rows
     ]
     return "\n".join([f"call {sequence} on '{channel}' differs between ranks:", *lines])
+
+
+def mismatch_error(channel: str, sequence: int, calls: Mapping[int, Call]) -> CollectiveMismatch | None:
+    """The error of a collective that its ranks call differently; None where they agree."""
+    if not is_mismatch(calls):
+        return None
+    lines = {rank: f"{each.text} ({each.site})" for rank, each in calls.items()}
+    return CollectiveMismatch(describe_mismatch(channel, sequence, calls), lines)
 
 
 def ranks_text(ranks: list[int]) -> str:

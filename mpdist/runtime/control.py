@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mpdist.config import Config
-from mpdist.errors import WorkTimeout
+from mpdist.errors import MpdistError, WorkTimeout
 from mpdist.runtime import diagnosis
 from mpdist.runtime.answers import answer, operation_of, posted_collectives
 from mpdist.runtime.diagnosis import MOST_OPERATIONS, Answer, Operation
@@ -115,7 +115,7 @@ class Control(threading.Thread):
         self._is_finished = False
         self._inquiries: list[Inquiry] = []
         self._number = 0
-        self._failing: list[tuple[Work[Any], WorkTimeout]] = []
+        self._failing: list[tuple[Work[Any], MpdistError]] = []
         self._outbox: deque[tuple[int, dict[str, Any]]] = deque()  # filled by any thread
         self._lively_until = 0.0
         self._moves = -1
@@ -335,7 +335,10 @@ class Control(threading.Thread):
         self._find_spokesman(pairs, len(works) - len(first), {self._rank}, {})
 
     def _find_spokesman(self, pairs: Sequence[Pair], more: int, asked: Set[int], answers: diagnosis.Answers) -> None:
-        """Ask lower ranks, ever more of them, until one reports the same; if none does ask all others, and report."""
+        """Ask lower ranks, ever more of them, until one reports the same; if none does ask all others, and report.
+
+        A collective that ranks call differently can never end: it fails wherever that is found.
+        """
         mine = [pair for pair in pairs if not pair[0].done() and self._is_spokesman(pair[1], answers)]
         operations = [operation for _, operation in mine]
         if not mine:
@@ -347,6 +350,8 @@ class Control(threading.Thread):
                 self._find_spokesman(mine, more, asked | set(lower), inquiry.answers)
             else:
                 self._report(inquiry, mine, more)
+            errors = ((work, diagnosis.mismatch(operation, inquiry.answers)) for work, operation in mine)
+            self._failing += [(work, error) for work, error in errors if error is not None]
 
         rest = lower or {peer for operation in operations for peer in operation.peers} - asked
         self._inquire(operations, rest, ANSWER_SECONDS, go_on, answers)
@@ -355,11 +360,10 @@ class Control(threading.Thread):
         return diagnosis.is_spokesman(operation, self._rank, answers, self._config.report_after)
 
     def _report(self, inquiry: Inquiry, pairs: Sequence[Pair], more: int) -> None:
-        told = [
-            operation for work, operation in pairs if not work.done() and self._is_spokesman(operation, inquiry.answers)
-        ]
+        told = [pair for pair in pairs if not pair[0].done() and self._is_spokesman(pair[1], inquiry.answers)]
         if told:
-            text = diagnosis.report(socket.gethostname(), self._rank, told, inquiry.answers, more)
+            operations = [operation for _, operation in told]
+            text = diagnosis.report(socket.gethostname(), self._rank, operations, inquiry.answers, more)
             print(text, file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------ waiting for finished ranks

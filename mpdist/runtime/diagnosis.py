@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from mpdist.debug.fingerprint import Call, describe_mismatch, is_mismatch, ranks_text
+from mpdist.debug.fingerprint import Call, mismatch_error, ranks_text
+from mpdist.errors import CollectiveMismatch
 from mpdist.progress.mailbox import ANY
 
 # A report tells of so many operations, of so many ranks one by one, and of so many messages.
@@ -177,13 +178,13 @@ def _has_posted(operation: Operation, answer: Answer) -> bool:
     return posted is not None and posted >= operation.sequence
 
 
-def mismatch(operation: Operation, answers: Answers) -> str:
-    """The calls of all ranks, where they cannot be one collective; else empty."""
+def mismatch(operation: Operation, answers: Answers) -> CollectiveMismatch | None:
+    """The calls of all ranks, where they cannot be one collective."""
     if operation.kind is not Kind.COLLECTIVE:
-        return ""
+        return None
     posted = {operation.rank_in(rank): answer.call(operation) for rank, answer in answers.items()}
     calls = {rank: call.call for rank, call in posted.items() if call is not None}
-    return describe_mismatch(operation.name, operation.sequence, calls) if is_mismatch(calls) else ""
+    return mismatch_error(operation.name, operation.sequence, calls)
 
 
 def is_spokesman(operation: Operation, rank: int, answers: Answers, report_after: float) -> bool:
@@ -212,14 +213,14 @@ def explain(operation: Operation, answers: Answers) -> str:
     """Who has come, who has not and where they are; lines, indented."""
     lines = []
     different = mismatch(operation, answers)
-    if different:
-        lines.append(different)
+    if different is not None:
+        lines.append(str(different))
     late = missing(operation, answers)
     if operation.kind is Kind.COLLECTIVE:
         arrived = [rank for rank in operation.members if rank in answers and rank not in late]
         lines.append(f"arrived: {operation.ranks_text(arrived)}" if arrived else "nobody has arrived")
         if not late:
-            lines += _progress(operation, answers, is_mismatch=bool(different))
+            lines += _progress(operation, answers, is_mismatch=different is not None)
     told = [rank for rank in late if rank in answers]
     lines += [
         f"{_verb(operation)}{operation.ranks_text([rank])}: {about(operation, answers[rank])}"

@@ -214,6 +214,20 @@ async def test_different_collectives_are_named(lost: mpdist.Communicator, start:
     assert re.search(r"ranks? 1.*: +broadcast float64 x 4 from 0 +\(.*test_control.py:\d+\)", text)
 
 
+async def test_different_collectives_fail_when_they_are_reported(
+    lost: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody waits for the timeout of what can never end."""
+    start(report_after=0.4)
+    with pytest.raises(mpdist.CollectiveMismatch, match="differs between ranks") as caught:
+        await (lost.barrier() if lost.rank == 0 else lost.broadcast(np.ones(4), 0))
+    assert "barrier" in caught.value.calls[0]
+    assert "broadcast float64 x 4" in caught.value.calls[lost.rank or 2]
+    assert capfd.readouterr().err.count("differs between ranks") == (lost.rank == 0)
+    with pytest.raises(mpdist.ClosedError, match="out of step"):
+        lost.barrier()
+
+
 # ---------------------------------------------------------------------- reports
 
 

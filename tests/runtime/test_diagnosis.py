@@ -112,10 +112,10 @@ def test_a_report_and_a_timeout_say_what_waits_and_for_whom() -> None:
 def test_different_calls_in_one_place_are_named() -> None:
     other = Posted(3, "broadcast", "float32 x 4 from 0", "train.py:14", 3.0)
     answers = {0: answered(3, CALL), 1: answered(3, other), 2: answered(4, replace(CALL, details=None, seconds=None))}
-    lines = mismatch(COLLECTIVE, answers).splitlines()
+    lines = str(mismatch(COLLECTIVE, answers)).splitlines()
     assert lines[0] == "call 3 on 'world' differs between ranks:"
     assert lines[2].split() == ["rank", "1:", "broadcast", "float32", "x", "4", "from", "0", "(train.py:14)"]
-    assert not mismatch(COLLECTIVE, {0: answered(3, CALL), 2: answers[2]})
+    assert mismatch(COLLECTIVE, {0: answered(3, CALL), 2: answers[2]}) is None
     assert "it is being carried out" not in explain(COLLECTIVE, answers | {3: answered(3, CALL)})
 
 
