@@ -43,17 +43,17 @@ def check(found: Any, expected: Any) -> None:
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_all_reduce_in_place_and_into_out(comm: Comm, gpu: Gpu, dtype: str) -> None:
-    for count in COUNTS:
+    for number, count in enumerate(COUNTS):
         values = everyone(comm, count, dtype)
-        for op in ops_for(dtype)[:2]:  # that each is right is for the tests of the host to say
-            expected = reduced(op, values, dtype)
-            x = gpu.array(values[comm.rank])
-            assert await comm.all_reduce(x, op) is x
-            check(x, expected)
-            x, out = gpu.array(values[comm.rank]), gpu.array(np.zeros_like(expected))
-            assert await comm.all_reduce(x, op=op, out=out) is out
-            check(out, expected)
-            check(x, values[comm.rank])
+        op = ops_for(dtype)[number % 2]  # that each is right is for the tests of the host to say
+        expected = reduced(op, values, dtype)
+        x = gpu.array(values[comm.rank])
+        assert await comm.all_reduce(x, op) is x
+        check(x, expected)
+        x, out = gpu.array(values[comm.rank]), gpu.array(np.zeros_like(expected))
+        assert await comm.all_reduce(x, op=op, out=out) is out
+        check(out, expected)
+        check(x, values[comm.rank])
 
 
 @pytest.mark.usefixtures("chunks")
