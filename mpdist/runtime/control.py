@@ -5,9 +5,10 @@ it gets an answer even while their main threads compute or sleep. It reports wha
 takes long, fails what is past its limit, and notices when this rank waits for what
 only finished ranks could give. A rank that does not answer is never held for dead.
 
-    watch    finds the operations that are late
-    inquiry  asks the ranks concerned, for a second at most
-    verdict  diagnosis.py makes words of the answers
+    watch      finds the operations that are late
+    inquiries  ask the ranks concerned, for a second at most
+    stuck      finds waits for ranks that have finished
+    diagnosis  makes words of the answers
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
 from time import monotonic
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mpdist.config import Config
 from mpdist.errors import MpdistError, WorkTimeout
 from mpdist.runtime import diagnosis
-from mpdist.runtime.answers import answer, operation_of, posted_collectives
-from mpdist.runtime.diagnosis import MOST_OPERATIONS, Answer, Operation
+from mpdist.runtime.answers import operation_of, posted_collectives
+from mpdist.runtime.diagnosis import MOST_OPERATIONS, Operation
+from mpdist.runtime.inquiries import ANSWER_SECONDS, Inquiries, Inquiry
 from mpdist.runtime.mail import Mail
-from mpdist.runtime.waiting import Waits, waits
+from mpdist.runtime.stuck import Stuck
 from mpdist.runtime.watch import Watch, effective_limit
 
 if TYPE_CHECKING:
@@ -45,15 +45,11 @@ POLL_SECONDS, IDLE_SECONDS, ASKING_SECONDS = 0.02, 0.05, 0.002
 # After a letter for a handler more are likely.
 LIVELY_SECONDS = 0.25
 
-# A rank that has not answered by then is told of as mute. Others look for letters every 0.05 s.
-ANSWER_SECONDS = 1.0
+# The least time for answers about an operation whose limit is short.
 SHORTEST_ANSWER_SECONDS = 0.25
 
 # Ranks that end at nearly the same time need not hear of it: a letter from each to all is their number squared.
 ANNOUNCE_SECONDS = 0.25
-
-# So long nothing must move before a wait for finished ranks is looked into, and until it is looked into again.
-STUCK_SECONDS = 1.0
 
 # The engine's lock is held for long only while MPI makes a communicator.
 LOCK_SECONDS = 0.05
@@ -61,18 +57,6 @@ LOCK_SECONDS = 0.05
 MOST_TABLE = 200
 
 Pair = tuple["Work[Any]", Operation]
-
-
-@dataclass(eq=False)
-class Inquiry:
-    """A question to other ranks, until all have answered or time is over."""
-
-    number: int
-    operations: list[Operation]
-    missing: set[int]
-    end: float
-    then: Callable[[Inquiry], None]
-    answers: dict[int, Answer] = field(default_factory=dict)
 
 
 class Control(threading.Thread):
@@ -104,7 +88,6 @@ class Control(threading.Thread):
         self._rank = engine.meeting.rank
         self._is_alone = engine.meeting.size == 1
         self._config = config
-        self._on_stuck = on_stuck
         self._watch = Watch(engine, config)
         self._wake = threading.Event()
         self._wakes_at = 0.0
@@ -112,16 +95,11 @@ class Control(threading.Thread):
         self._starting = threading.Lock()
         self._owner_pid = os.getpid()
         self._announce_at = math.inf
-        self._is_finished = False
-        self._inquiries: list[Inquiry] = []
-        self._number = 0
+        self._inquiries = Inquiries(engine, self._mail)
+        self._stuck = Stuck(engine, self._inquiries, self.finished, on_stuck)
         self._failing: list[tuple[Work[Any], MpdistError]] = []
         self._outbox: deque[tuple[int, dict[str, Any]]] = deque()  # filled by any thread
         self._lively_until = 0.0
-        self._moves = -1
-        self._quiet_since = 0.0
-        self._stuck_told = False
-        self._hint_given = False
         engine.on_limit = self._limit_changed
 
     # ------------------------------------------------------------------ from other threads
@@ -133,7 +111,7 @@ class Control(threading.Thread):
 
     def announce_finished(self) -> None:
         """This rank's main program has ended: all ranks are told, if the job goes on."""
-        self._is_finished = True
+        self._inquiries.is_finished = True
         self._announce_at = monotonic() + ANNOUNCE_SECONDS
         self._wake.set()
 
@@ -214,23 +192,16 @@ class Control(threading.Thread):
             self._inquire_expired(late.expired)
         if late.long:
             self._inquire_long(late.long)
-        if self.finished and not self._stuck_told:
-            self._look_whether_stuck()
-        self._conclude()
+        self._stuck.look()
+        self._inquiries.conclude()
         self._fail_expired()
 
     # ------------------------------------------------------------------ letters
 
     def _read(self, mail: Mail, sender: int, letter: dict[str, Any]) -> None:
-        if "ask" in letter:
-            told = answer(self._engine, sender, letter["wanted"], is_finished=self._is_finished)
-            mail.send(sender, {"tell": letter["ask"], "answer": told.as_json()})
-        elif "tell" in letter:
-            for inquiry in self._inquiries:
-                if inquiry.number == letter["tell"]:
-                    inquiry.answers[sender] = Answer.of_json(letter["answer"])
-                    inquiry.missing.discard(sender)
-        elif "finished" in letter:
+        if self._inquiries.read(mail, sender, letter):
+            return
+        if "finished" in letter:
             self.finished[sender] = letter["finished"]
         else:
             self._lively_until = monotonic() + LIVELY_SECONDS
@@ -262,38 +233,6 @@ class Control(threading.Thread):
             if rank != self._rank:
                 mail.send(rank, {"finished": table})
 
-    # ------------------------------------------------------------------ inquiries
-
-    def _inquire(
-        self,
-        operations: list[Operation],
-        ranks: Iterable[int],
-        seconds: float,
-        then: Callable[[Inquiry], None],
-        known: diagnosis.Answers = MappingProxyType({}),
-    ) -> None:
-        """Ask the ranks about the operations; `then` is called with the answers, besides those already known."""
-        self._number += 1
-        wanted: dict[str, list[int]] = {}
-        for operation in operations[:MOST_OPERATIONS]:
-            wanted.setdefault(operation.key, []).append(operation.sequence)
-        asked = set(ranks) - {self._rank} if self._mail is not None else set()
-        inquiry = Inquiry(self._number, operations, asked, monotonic() + seconds, then)
-        inquiry.answers.update(known)
-        inquiry.answers[self._rank] = answer(self._engine, self._rank, wanted, is_finished=self._is_finished)
-        self._inquiries.append(inquiry)
-        if self._mail is not None:
-            for rank in asked:
-                self._mail.send(rank, {"ask": inquiry.number, "wanted": wanted})
-
-    def _conclude(self) -> None:
-        """Act on the inquiries that are over."""
-        now = monotonic()
-        over = [inquiry for inquiry in self._inquiries if not inquiry.missing or now >= inquiry.end]
-        self._inquiries = [inquiry for inquiry in self._inquiries if inquiry not in over]
-        for inquiry in over:
-            inquiry.then(inquiry)
-
     # ------------------------------------------------------------------ past the limit
 
     def _inquire_expired(self, works: Sequence[Work[Any]]) -> None:
@@ -308,7 +247,7 @@ class Control(threading.Thread):
             def fail(inquiry: Inquiry, pairs: Sequence[Pair] = tuple(zip(here, operations, strict=True))) -> None:
                 self._failing += [self._timeout(work, operation, inquiry) for work, operation in pairs]
 
-            self._inquire(operations, peers, seconds, fail)
+            self._inquiries.ask(operations, peers, fail, seconds)
 
     def _timeout(self, work: Work[Any], operation: Operation, inquiry: Inquiry) -> tuple[Work[Any], WorkTimeout]:
         limit = effective_limit(work, self._config)
@@ -354,7 +293,7 @@ class Control(threading.Thread):
             self._failing += [(work, error) for work, error in errors if error is not None]
 
         rest = lower or {peer for operation in operations for peer in operation.peers} - asked
-        self._inquire(operations, rest, ANSWER_SECONDS, go_on, answers)
+        self._inquiries.ask(operations, rest, go_on, known=answers)
 
     def _is_spokesman(self, operation: Operation, answers: diagnosis.Answers) -> bool:
         return diagnosis.is_spokesman(operation, self._rank, answers, self._config.report_after)
@@ -365,47 +304,3 @@ class Control(threading.Thread):
             operations = [operation for _, operation in told]
             text = diagnosis.report(socket.gethostname(), self._rank, operations, inquiry.answers, more)
             print(text, file=sys.stderr, flush=True)
-
-    # ------------------------------------------------------------------ waiting for finished ranks
-
-    def _look_whether_stuck(self) -> None:
-        """After a second without progress: ask the finished ranks that this one waits for."""
-        now = monotonic()
-        if self._engine.moves != self._moves:
-            self._moves = self._engine.moves
-            self._quiet_since = now
-        if now - self._quiet_since < STUCK_SECONDS:
-            return
-        self._quiet_since = now
-        seen = waits(self._engine)
-        waiters = [*seen.surely, *seen.together, *seen.perhaps]
-        operations = [operation_of(waiter.work, waiter.place) for waiter in waiters if waiter.work.limit is None]
-        asked = {peer for operation in operations for peer in operation.peers} & self.finished.keys()
-        if asked:
-            self._inquire(
-                operations[:MOST_OPERATIONS], asked, ANSWER_SECONDS, lambda inquiry: self._judge(inquiry, seen)
-            )
-
-    def _judge(self, inquiry: Inquiry, seen: Waits) -> None:
-        if self._engine.moves != self._moves or self._stuck_told:
-            return
-        finished = {rank: told for rank, told in inquiry.answers.items() if told.is_finished}
-        any_of = [operation_of(each.work, each.place) for each in seen.surely if _is_endless(each.work)]
-        all_of = [operation_of(each.work, each.place) for each in seen.together]
-        if not all(_is_endless(each.work) for each in seen.together):
-            all_of = []
-        found = diagnosis.stuck(any_of, all_of, finished)
-        if found is not None:
-            self._stuck_told = True
-            self._on_stuck(diagnosis.stuck_text(self._rank, *found, finished))
-            return
-        perhaps = [operation_of(each.work, each.place) for each in seen.perhaps if _is_endless(each.work)]
-        found = diagnosis.stuck(perhaps, [], finished)
-        if found is not None and not self._hint_given:
-            self._hint_given = True
-            print(f"mpdist: {diagnosis.hint_text(self._rank, *found, finished)}", file=sys.stderr, flush=True)
-
-
-def _is_endless(work: Work[Any]) -> bool:
-    """Whether it still waits, and no limit of its own will end that."""
-    return not work.done() and work.limit is None

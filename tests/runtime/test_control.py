@@ -378,7 +378,7 @@ async def test_the_main_thread_that_waits_for_finished_ranks_ends_the_job(
             work._fail(mpdist.WorkTimeout(text))  # only this: the communicator is used on
         engine.flush()
 
-    control._on_stuck = end_the_wait
+    control._stuck._on_stuck = end_the_wait
     begin = time.monotonic()
     with pytest.raises(mpdist.WorkTimeout):
         await work
