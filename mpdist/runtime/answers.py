@@ -16,7 +16,7 @@ from mpdist.progress.receive import Receive
 from mpdist.progress.send import Send
 from mpdist.progress.sendrecv import SendReceive
 from mpdist.runtime import waiting
-from mpdist.runtime.diagnosis import Answer, ChannelState, Kind, Operation, Posted
+from mpdist.runtime.records import Answer, ChannelState, Kind, Operation, Posted
 from mpdist.runtime.watch import snapshot
 
 if TYPE_CHECKING:

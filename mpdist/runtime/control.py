@@ -28,9 +28,10 @@ from mpdist.config import Config
 from mpdist.errors import MpdistError, WorkTimeout
 from mpdist.runtime import diagnosis
 from mpdist.runtime.answers import operation_of, posted_collectives
-from mpdist.runtime.diagnosis import MOST_OPERATIONS, Operation
+from mpdist.runtime.diagnosis import MOST_OPERATIONS
 from mpdist.runtime.inquiries import ANSWER_SECONDS, Inquiries, Inquiry
 from mpdist.runtime.mail import Mail
+from mpdist.runtime.records import Answers, Operation
 from mpdist.runtime.stuck import Stuck
 from mpdist.runtime.watch import Watch, effective_limit
 
@@ -273,7 +274,7 @@ class Control(threading.Thread):
         pairs = [(work, operation_of(work)) for work in first]
         self._find_spokesman(pairs, len(works) - len(first), {self._rank}, {})
 
-    def _find_spokesman(self, pairs: Sequence[Pair], more: int, asked: Set[int], answers: diagnosis.Answers) -> None:
+    def _find_spokesman(self, pairs: Sequence[Pair], more: int, asked: Set[int], answers: Answers) -> None:
         """Ask lower ranks, ever more of them, until one reports the same; if none does ask all others, and report.
 
         A collective that ranks call differently can never end: it fails wherever that is found.
@@ -295,7 +296,7 @@ class Control(threading.Thread):
         rest = lower or {peer for operation in operations for peer in operation.peers} - asked
         self._inquiries.ask(operations, rest, go_on, known=answers)
 
-    def _is_spokesman(self, operation: Operation, answers: diagnosis.Answers) -> bool:
+    def _is_spokesman(self, operation: Operation, answers: Answers) -> bool:
         return diagnosis.is_spokesman(operation, self._rank, answers, self._config.report_after)
 
     def _report(self, inquiry: Inquiry, pairs: Sequence[Pair], more: int) -> None:

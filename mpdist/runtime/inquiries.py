@@ -8,10 +8,10 @@ from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mpdist.runtime import diagnosis
 from mpdist.runtime.answers import answer
-from mpdist.runtime.diagnosis import MOST_OPERATIONS, Answer, Operation
+from mpdist.runtime.diagnosis import MOST_OPERATIONS
 from mpdist.runtime.mail import Mail
+from mpdist.runtime.records import Answer, Answers, Operation
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
@@ -60,7 +60,7 @@ class Inquiries:
         ranks: Iterable[int],
         then: Callable[[Inquiry], None],
         seconds: float = ANSWER_SECONDS,
-        known: diagnosis.Answers = MappingProxyType({}),
+        known: Answers = MappingProxyType({}),
     ) -> None:
         """Ask the ranks about the operations; `then` is called with the answers, besides those already known."""
         self._number += 1

@@ -8,11 +8,6 @@ from dataclasses import replace
 import pytest
 
 from mpdist.runtime.diagnosis import (
-    Answer,
-    ChannelState,
-    Kind,
-    Operation,
-    Posted,
     explain,
     hint_text,
     is_spokesman,
@@ -24,6 +19,7 @@ from mpdist.runtime.diagnosis import (
     stuck_text,
     timeout_text,
 )
+from mpdist.runtime.records import Answer, ChannelState, Kind, Operation, Posted
 
 KEY = "world@1"
 COLLECTIVE = Operation(
