@@ -141,6 +141,16 @@ class Collectives(Group):
         outs = only_list(output_lists, "gather", self._size) if self._rank == root else []
         return uneven.gather(self, outs, tensor, root, opts)
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
+        """Collect each rank's tensor in one tensor on the root; what the others give for it is not looked at."""
+        x, root = as_bytes(readable(input)), root_of(opts)
+        if self._rank != root:
+            return self._hand(self._comm.gather(x, root), opts, (), None, [input])
+        room, finish = writable(output)
+        if uneven.overlaps(x, room):
+            x = x.clone()
+        return self._hand(self._comm.gather(x, root, out=room), opts, [output], finish, [input])
+
     def scatter(self, outputs: Tensor | Tensors, input_lists: Any, opts: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
         """Hand the root's list of tensors out; their sizes may differ."""
         out, root = only(outputs, "scatter"), root_of(opts)

@@ -1,7 +1,7 @@
 """Names: what torch calls an operation of a process group, in each of its versions.
 
-torch 2.13 renamed several methods. We write each method under its new name, and give it the old ones too: from C++
-and from Python each version finds the one that it knows. Pure data, tested without torch.
+torch 2.13 renamed several methods, and 2.14 added one. We write each method under its new name, and give it the old
+ones too: from C++ and from Python each version finds the one that it knows. Pure data, tested without torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "all_gather_single": ("_allgather_base",),
     "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
+    "gather_single": ("gather_into_tensor",),
     "reduce_scatter_single": ("_reduce_scatter_base",),
     "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
     "all_to_all_single": ("alltoall_base",),
@@ -29,6 +30,7 @@ OPERATIONS: tuple[str, ...] = (
     "all_gather_single",
     "all_gather_single_coalesced",
     "gather",
+    "gather_single",
     "scatter",
     "reduce_scatter",
     "reduce_scatter_single",

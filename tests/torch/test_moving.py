@@ -54,6 +54,12 @@ def test_gather_and_scatter(group: dist.ProcessGroup, dtype: torch.dtype) -> Non
             dist.gather(x, outs, root)
             for out, each in zip(outs or [], wanted if rank == root else [], strict=True):
                 assert_same(out, each, ("gather", root))
+            opts = dist.GatherOptions()
+            opts.rootRank = root
+            whole = strided(torch.zeros((size, *SHAPE), dtype=dtype)) if rank == root else torch.empty(0)
+            group.gather_single(whole, x, opts).wait()
+            for row, each in zip(whole if rank == root else [], wanted if rank == root else [], strict=True):
+                assert_same(row, each, ("gather_single", root))
         for out in layouts(torch.zeros(SHAPE, dtype=dtype)):
             dist.scatter(out, list(wanted) if rank == root else None, root)
             assert_same(out, wanted[rank], ("scatter", root))
@@ -182,7 +188,7 @@ def test_gradients_flow_through_collectives(group: dist.ProcessGroup) -> None:
     from torch.distributed.nn import functional
 
     x = torch.full((3,), float(group.rank() + 1), requires_grad=True)
-    functional.all_reduce(x * x).sum().backward()
+    functional.all_reduce(x * x, group=group).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0 * (group.rank() + 1) * group.size()] * 3
 
