@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from mpdist.algorithms.devices.joining import can_join, exports_of
+from mpdist.algorithms.devices.joining import can_join
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
@@ -22,6 +22,7 @@ from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
 from mpdist.progress.channel import Channel
+from mpdist.progress.exporting import exports_of
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
