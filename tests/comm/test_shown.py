@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,9 @@ async def test_order_is_kept_among_messages_of_all_kinds(comm: Comm, gpu: Gpu) -
     works = []
     for number in range(12):
         values = np.full(1 + number * 100, number)
-        works.append(comm.send(values if number % 3 == 0 else there(comm, gpu, values, ("own", "shared")[number % 2]), dst))
+        works.append(
+            comm.send(values if number % 3 == 0 else there(comm, gpu, values, ("own", "shared")[number % 2]), dst)
+        )
     works.append(comm.send_object("the end", dst))
     for number in range(12):
         x = gpu.array(np.zeros(2000, int))
@@ -188,3 +190,231 @@ async def test_order_is_kept_among_messages_of_all_kinds(comm: Comm, gpu: Gpu) -
         check(x[: message.count], np.full(message.count, number))
     assert (await comm.recv_object(src)).data == "the end"
     await asyncio.gather(*works)
+
+
+def test_the_same_where_no_event_loop_runs(comm: Comm, gpu: Gpu, home: str) -> None:
+    dst, src = around(comm)
+    for turn in range(4):
+        x = gpu.array(np.zeros(3000))
+        sent = comm.send(there(comm, gpu, np.full(3000, comm.rank + turn * 0.5), home), dst)
+        comm.recv(x, src).wait()
+        check(x, np.full(3000, src + turn * 0.5))
+        sent.wait()
+
+
+async def test_what_a_message_does_not_fit_leaves_it_queued(comm: Comm, gpu: Gpu, home: str) -> None:
+    await meet(comm, gpu)
+    dst, src = around(comm)
+    sent = comm.send(there(comm, gpu, np.arange(800.0) + comm.rank, home), dst)
+    with pytest.raises(mpdist.MessageTruncated, match="a buffer of 799 elements"):
+        await comm.recv(gpu.array(np.zeros(799)), src)
+    with pytest.raises(mpdist.UnsupportedBuffer, match="a buffer of float32"):
+        await comm.recv(gpu.array(np.zeros(800, np.float32)), src)
+    with pytest.raises(mpdist.MessageTruncated, match="a buffer of 3 elements"):
+        await comm.recv(np.zeros(3), src)
+    with pytest.raises(mpdist.UnsupportedBuffer, match="a receive of an object"):
+        await comm.recv_object(src)
+    x = gpu.array(np.zeros(801))
+    assert (await comm.recv(x, src)).count == 800
+    check(x, np.append(np.arange(800.0) + src, 0))
+    await sent
+
+
+async def test_a_receive_that_is_given_up_on_the_way_leaves_the_message_to_the_next(
+    comm: Comm, gpu: Gpu, home: str
+) -> None:
+    await meet(comm, gpu)
+    dst, src = around(comm)
+    for turns in range(6):
+        sent = comm.send(there(comm, gpu, np.full(4000, comm.rank + turns), home), dst)
+        task = asyncio.ensure_future(comm.recv(gpu.array(np.zeros(4000, int)), src))
+        for _ in range(turns):
+            await asyncio.sleep(0.0005)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            x: Any = gpu.array(np.zeros(4000, int)) if turns % 2 else np.zeros(4000, int)
+            assert (await comm.recv(x, src)).count == 4000
+            check(x, np.full(4000, src + turns))
+        await sent
+        assert comm._channel.inbox.unclaimed() == []
+
+
+async def test_a_send_whose_await_is_cancelled_goes_on_and_keeps_its_array(
+    comm: Comm, fake_gpu: Simulated, home: str
+) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    x = there(comm, fake_gpu, np.full(3000, comm.rank), home)
+    sent = comm.send(x, dst)
+    task = asyncio.ensure_future(_awaited(sent))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert not sent.cancel()
+    assert not sent.done()
+    assert f"send to {dst}, tag 0" in repr(sent)
+    del x
+    others = [there(comm, fake_gpu, np.full(3000, -1), home) for _ in range(3)]  # not in that memory
+    await comm.barrier()
+    room = fake_gpu.array(np.zeros(3000, int))
+    await comm.recv(room, src)
+    check(room, np.full(3000, src))
+    await sent
+    del others
+
+
+async def _awaited(work: mpdist.Work[Any]) -> Any:
+    return await work
+
+
+async def test_a_message_that_nobody_receives_is_reported_and_holds_nobody_up(
+    comm: Comm, fake_gpu: Simulated, home: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dst, src = around(comm)
+    async with comm.dup() as other:
+        await meet(other, fake_gpu)
+        works = [other.send(there(comm, fake_gpu, np.full(2000, tag), home), dst, tag) for tag in (1, 2)]
+        assert (await other.probe(src, tag=1)).count == 2000
+    await asyncio.gather(*works)
+    assert "closed with 2 messages that nobody received: " in capsys.readouterr().err
+    async with comm.dup() as other:  # in the same memory
+        await meet(other, fake_gpu)
+
+
+async def test_a_communicator_that_is_left_by_an_error_waits_for_nobody(comm: Comm, fake_gpu: Simulated) -> None:
+    with suppress(ZeroDivisionError):
+        async with comm.dup() as other:
+            await meet(other, fake_gpu)
+            raise ZeroDivisionError
+    async with comm.dup() as other:
+        await meet(other, fake_gpu)
+
+
+async def test_a_message_to_itself_goes_through_the_host(comm: Comm, gpu: Gpu) -> None:
+    for _ in range(2):
+        sent = comm.send(gpu.array(np.arange(600)), comm.rank)
+        x = gpu.array(np.zeros(600, int))
+        await comm.recv(x, comm.rank)
+        check(x, np.arange(600))
+        await sent
+
+
+async def test_a_send_that_waits_says_for_whom(comm: Comm, fake_gpu: Simulated, home: str) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    sent = comm.send(there(comm, fake_gpu, np.full(2000, comm.rank), home), dst)
+    with pytest.raises(mpdist.WorkTimeout, match="send to"):
+        await sent.within(0.1)
+    x = fake_gpu.array(np.zeros(2000, int))
+    await comm.recv(x, src)
+    check(x, np.full(2000, src))
+    await comm.barrier()
+
+
+async def test_arrays_that_are_sent_one_after_the_other_take_no_more_memory(comm: Comm, fake_gpu: Simulated) -> None:
+    await meet(comm, fake_gpu)
+    assert comm._channel.engine.shared is not None
+    used = comm._channel.engine.shared.arena.used_bytes
+    exported = fake_gpu.shared.log.count("export")
+    dst, src = around(comm)
+    x = fake_gpu.array(np.zeros(3000))
+    for _ in range(10):
+        await comm.sendrecv(fake_gpu.array(np.ones(3000)), dst, x, src)
+    assert fake_gpu.shared.log.count("export") == exported
+    assert comm._channel.engine.shared.arena.used_bytes == used
+
+
+async def test_memory_that_cannot_be_opened_comes_through_slots(comm: Comm, fake_gpu: Simulated) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    sent = there(comm, fake_gpu, np.full(3000, comm.rank), "shared")
+    fake_gpu.shared.can_open = False
+    x = fake_gpu.array(np.zeros(3000, int))
+    await comm.sendrecv(sent, dst, x, src)
+    check(x, np.full(3000, src))
+
+
+async def test_where_memory_cannot_be_shared_it_is_said_once(
+    comm: Comm, fake_gpu: Simulated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpu.shared.can_share = comm.rank != 0
+    for _ in range(2):
+        async with comm.dup() as other:
+            for _ in range(3):
+                copies(fake_gpu)
+                await meet(other, fake_gpu)
+            assert ("out" in copies(fake_gpu)) == (comm.rank == 0)
+    said = capsys.readouterr().err
+    assert said.count("cannot reach each other's memory on cuda:0") == (comm.rank == 0)
+
+
+async def test_memory_that_is_not_the_owners_is_noticed(
+    comm: Comm, fake_gpu: Simulated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpu.shared.is_garbled = comm.rank == 1
+    for _ in range(3):
+        await meet(comm, fake_gpu)
+    assert capsys.readouterr().err.count("holds other values") == (comm.rank == 1)
+
+
+async def test_where_no_shared_memory_is_left_it_goes_through_the_host(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await meet(comm, fake_gpu)
+    copies(fake_gpu)
+    assert comm._channel.engine.shared is not None
+    monkeypatch.setattr(comm._channel.engine.shared.arena, "allocate", lambda nbytes: None)
+    await meet(comm, fake_gpu)
+    assert copies(fake_gpu).keys() == {"out", "in"}
+
+
+@pytest.mark.parametrize("how", ["switched off", "compared", "small"])
+async def test_what_stays_with_the_host(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "switched off":
+        monkeypatch.setattr(comm._channel.engine, "has_ipc", False)
+    elif how == "compared":
+        comm._channel.check = lambda _channel, _op, _details, steps, _arguments: steps
+    else:
+        monkeypatch.setattr(showing, "SHOWN_FROM", 1000)
+    for _ in range(3):
+        await meet(comm, fake_gpu)
+    assert copies(fake_gpu).keys() == {"out", "in"}
+    assert fake_gpu.shared.log == []
+
+
+async def test_a_device_that_fails_under_the_sender_fails_both_sides(
+    comm: Comm, fake_gpu: Simulated, home: str
+) -> None:
+    await meet(comm, fake_gpu)
+    x = there(comm, fake_gpu, np.ones(3000), home)
+    if comm.rank == 0:
+        fake_gpu.fails = RuntimeError("the device is gone")
+        with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
+            await comm.send(x, 1)
+        fake_gpu.fails = None
+        await comm.send(x, 1)
+    if comm.rank == 1:
+        with pytest.raises(mpdist.CommunicationError, match="the sender's device has failed"):
+            await comm.recv(x, 0)
+        await comm.recv(x, 0)
+
+
+async def test_a_device_that_fails_under_the_receiver_fails_it_alone(
+    comm: Comm, fake_gpu: Simulated, home: str
+) -> None:
+    await meet(comm, fake_gpu)
+    x = there(comm, fake_gpu, np.ones(3000), home)
+    if comm.rank == 0:
+        await comm.send(x, 1)
+        await comm.send(np.ones(1), 1)
+    if comm.rank == 1:
+        receive = comm.recv(x, 0)  # what its array waits for is well
+        fake_gpu.fails = RuntimeError("the device is gone")
+        with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
+            await receive
+        fake_gpu.fails = None
+        assert (await comm.recv(src=0)).count == 1

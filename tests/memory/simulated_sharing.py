@@ -83,6 +83,7 @@ class SimulatedSharing:
     Attributes:
         opened: other processes' blocks.
         can_share: False: no block has a handle.
+        can_open: False: nothing that is not open yet can be opened.
         is_garbled: what is opened is other memory than the owner's.
         log: what was asked for, in words.
     """
@@ -93,7 +94,7 @@ class SimulatedSharing:
         self.opened: dict[int, tuple[bytes, File]] = {}
         self._events: dict[int, File] = {}
         self._numbers = iter(range(1, 1 << 62))
-        self.can_share = True
+        self.can_share = self.can_open = True
         self.is_garbled = False
         self.log: list[str] = []
 
@@ -122,6 +123,8 @@ class SimulatedSharing:
         with failures(RuntimeError):
             if any(handle == known for known, _ in self.opened.values()):
                 raise RuntimeError("resource already mapped")
+            if not self.can_open:
+                raise RuntimeError("operation not supported")
             file = File.of(handle)
             if self.is_garbled:
                 file = File.new(len(file.memory))

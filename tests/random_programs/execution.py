@@ -128,8 +128,14 @@ class Execution:
             self._send(step, comm, part.index(step.dst))
 
     def _there(self, array: np.ndarray[Any, Any]) -> Any:
-        """The array, perhaps on the GPU."""
-        return array if self._gpu is None or self._chance.random() < 0.5 else self._gpu.array(array)
+        """The array, perhaps on the GPU, there perhaps in memory that others reach."""
+        if self._gpu is None or self._chance.random() < 0.4:
+            return array
+        if self._chance.random() < 0.5:
+            return self._gpu.array(array)
+        shared = self._comms[0].empty(array.shape, array.dtype, device="cuda")
+        self._gpu.fill(shared, array)
+        return shared
 
     def _send(self, step: Step, comm: Communicator, dst: int) -> None:
         work: mpdist.Work[None]

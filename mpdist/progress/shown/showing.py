@@ -126,8 +126,9 @@ class Showing:
             return
         try:
             export = self.slots().block
-            proof = bytes_at(self.device, export.address + slots.proof_at(), slots.PROOF_BYTES)
-            self.exports.accelerator.copy_in(slots.proof_of(export.handle), proof, 0).wait()
+            proof = slots.proof_of(export.handle)
+            room = bytes_at(self.device, export.address + slots.proof_at(), proof.nbytes)
+            self.exports.accelerator.copy_in(proof, room, 0).wait()
         except DeviceFailed as error:
             self.exports.say(self.device, error)
             return
