@@ -22,6 +22,8 @@ from mpdist.errors import DeviceFailed
 from mpdist.memory import slots
 from mpdist.memory.buffer import Buffer
 from mpdist.memory.elements import BY_NAME
+from mpdist.memory.openings import Openings
+from mpdist.memory.segments import Segments
 from mpdist.memory.sharing import Export, Signal
 from mpdist.memory.slots import Slots
 
@@ -62,6 +64,8 @@ class Exports:
 
     Attributes:
         accelerator: the device.
+        segments: memory of the program's own libraries that others may have open; None where none is shown.
+        openings: what this process has open of theirs.
     """
 
     _has_said = False
@@ -75,6 +79,8 @@ class Exports:
         self._arrays: list[tuple[int, int, bytes]] = []  # address, size and handle of blocks for arrays, sorted
         self._spare: dict[int, list[Export]] = {}
         self._slots: Slots | None = None
+        self.segments: Segments | None = None
+        self.openings = Openings(self.sharing)
 
     @cached_property
     def lane(self) -> Lane:
@@ -172,6 +178,7 @@ class Exports:
         for event in self._signals.values():
             with suppress(DeviceFailed):
                 self.sharing.close_signal(event)
+        self.openings.close()
         for address in self._blocks.values():
             with suppress(DeviceFailed):
                 self.sharing.close(address)

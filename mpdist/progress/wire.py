@@ -32,7 +32,7 @@ PIECE_BYTES = 2**30
 ALIGNMENT = 64
 
 _SIZE = struct.Struct("<Q")
-_SHOWN = struct.Struct("<QQq64s")
+_SHOWN = struct.Struct("<QQqQQ64s")
 
 
 def wire_tag(tag: int, code: int) -> int:
@@ -68,13 +68,17 @@ class Place:
     Attributes:
         nbytes: of the array.
         ticket: offset of its Ticket in the sender's shared memory.
-        offset: of the array in a block of the sender; negative if it is in none that others may open.
-        handle: what they open the block by.
+        offset: of the array in a block or segment of the sender; negative if it is in none that others may open.
+        number: of the segment; 0 for a block, which stays for ever.
+        word: offset of the word that tells whether the segment is still there, see memory/segments.py.
+        handle: what they open it by.
     """
 
     nbytes: int
     ticket: int
     offset: int
+    number: int
+    word: int
     handle: bytes
 
     def pack(self) -> bytes:

@@ -14,6 +14,7 @@ from memory.simulated import Simulated
 import mpdist
 from mpdist.comm import straight
 from mpdist.memory import slots
+from mpdist.memory.segments import ENTRIES
 from mpdist.memory.slots import PROOF_BYTES
 from mpdist.progress.shown import showing, taking
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 Comm = mpdist.Communicator
 
 SLOT_BYTES = 4096
+HOMES = ("own", "pooled", "shared")
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +36,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
 
 
-@pytest.fixture(params=["own", "shared"])
+@pytest.fixture(params=["own", "pooled", "shared"])
 def home(request: pytest.FixtureRequest) -> str:
-    """Whose memory arrays are in: the program's own, or the communicator's, which others reach."""
+    """Whose memory arrays are in: the program's, which has a handle or none, or the communicator's."""
     return str(request.param)
 
 
 def there(comm: Comm, gpu: Gpu, values: Any, home: str = "own") -> Any:
     """An array on the GPU that gets these values late."""
-    if home == "own":
+    if home == "own" or (home == "pooled" and not isinstance(gpu, Simulated)):
         return gpu.array(values)
-    array = comm.empty(values.shape, values.dtype, device="cuda")
+    if isinstance(gpu, Simulated) and home == "pooled":
+        array = gpu.shared.pooled(values.shape, values.dtype)
+    else:
+        array = comm.empty(values.shape, values.dtype, device="cuda")
     gpu.fill(array, values)
     return array
 
@@ -116,6 +121,52 @@ async def test_memory_of_the_communicator_is_copied_once(comm: Comm, fake_gpu: S
     assert fake_gpu.shared.log.count("open") == opened + 1
 
 
+async def test_memory_of_the_programs_library_is_opened_once_and_copied_once(comm: Comm, fake_gpu: Simulated) -> None:
+    await meet(comm, fake_gpu)
+    copies(fake_gpu)
+    dst, src = around(comm)
+    log = fake_gpu.shared.log
+    opened = log.count("open")
+    x = fake_gpu.array(np.zeros(500, int))
+    for turn in range(6):  # other arrays, in the same segment
+        await comm.sendrecv(there(comm, fake_gpu, np.full(500, comm.rank + turn), "pooled"), dst, x, src)
+        check(x, np.full(500, src + turn))
+    assert copies(fake_gpu) == {"between": 6 * 4000}
+    assert log.count("open") == opened + 1
+    assert "close" not in log
+
+
+async def test_memory_that_the_programs_library_gives_back_is_closed(comm: Comm, fake_gpu: Simulated) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    log, opened = fake_gpu.shared.log, len(fake_gpu.shared.opened)
+    for turn in range(4):
+        for _ in range(2):
+            x = fake_gpu.array(np.zeros(700, int))
+            await comm.sendrecv(there(comm, fake_gpu, np.full(700, comm.rank + turn), "pooled"), dst, x, src)
+            check(x, np.full(700, src + turn))
+        await comm.barrier()
+        assert len(fake_gpu.shared.opened) == opened + 1
+        assert log.count("close") == turn
+        assert fake_gpu.shared.give_back_all() == 1
+
+
+async def test_of_many_segments_some_are_open(comm: Comm, fake_gpu: Simulated) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    opened = len(fake_gpu.shared.opened)
+    sent = [there(comm, fake_gpu, np.full(8192, number + comm.rank), "pooled") for number in range(ENTRIES + 4)]
+    for _ in range(2):
+        works = [comm.send(each, dst) for each in sent]
+        for number in range(len(sent)):
+            x = fake_gpu.array(np.zeros(8192, int))
+            await comm.recv(x, src)
+            check(x, np.full(8192, number + src))
+        await asyncio.gather(*works)
+        assert len(fake_gpu.shared.segments) == len(sent)
+        assert len(fake_gpu.shared.opened) <= opened + ENTRIES
+
+
 async def test_between_a_device_and_the_host(comm: Comm, gpu: Gpu, home: str) -> None:
     await meet(comm, gpu)
     dst, src = around(comm)
@@ -160,7 +211,7 @@ async def test_both_directions_at_once_and_many_at_a_time(comm: Comm, gpu: Gpu) 
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     works, arrays = [], []
     for number in range(6):
-        home = ("own", "shared")[number % 2]
+        home = HOMES[number % 3]
         for rank in others:
             values = np.full(1500 + number, 100 * comm.rank + number, np.float32)
             works.append(comm.send(there(comm, gpu, values, home), rank, tag=1))
@@ -179,9 +230,7 @@ async def test_order_is_kept_among_messages_of_all_kinds(comm: Comm, gpu: Gpu) -
     works = []
     for number in range(12):
         values = np.full(1 + number * 100, number)
-        works.append(
-            comm.send(values if number % 3 == 0 else there(comm, gpu, values, ("own", "shared")[number % 2]), dst)
-        )
+        works.append(comm.send(values if number % 3 == 0 else there(comm, gpu, values, HOMES[number % 3]), dst))
     works.append(comm.send_object("the end", dst))
     for number in range(12):
         x = gpu.array(np.zeros(2000, int))
@@ -314,7 +363,8 @@ async def test_a_send_that_waits_says_for_whom(comm: Comm, fake_gpu: Simulated, 
 
 
 async def test_arrays_that_are_sent_one_after_the_other_take_no_more_memory(comm: Comm, fake_gpu: Simulated) -> None:
-    await meet(comm, fake_gpu)
+    for _ in range(2):
+        await meet(comm, fake_gpu)
     assert comm._channel.engine.shared is not None
     used = comm._channel.engine.shared.arena.used_bytes
     exported = fake_gpu.shared.log.count("export")

@@ -33,13 +33,15 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
     if made is None:
         return None
     block, ticket = made
-    head = wire.Place(x.nbytes, block.offset, *showing.place_of(x)).pack()
+    head = showing.place_of(x, block.offset).pack()
     channel.addressed.add(dst)
     request = Show(showing, x, dst, ready, block, ticket)
     request.message = channel.isend(
         [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
     )
-    return posted(channel, request, dst, tag, (x, head))
+    work = posted(channel, request, dst, tag, (x, head))
+    showing.refresh()
+    return work
 
 
 class Show:

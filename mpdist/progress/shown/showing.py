@@ -17,7 +17,9 @@ import numpy as np
 from mpdist.errors import DeviceFailed
 from mpdist.memory import slots
 from mpdist.memory.exports import PRIVATE, bytes_at
+from mpdist.memory.segments import ENTRIES, Segments
 from mpdist.memory.sharing import HANDLE_BYTES
+from mpdist.progress import wire
 from mpdist.progress.exporting import exports_of
 from mpdist.progress.shown import ticket
 from mpdist.progress.shown.taking import Shown
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer, Device
     from mpdist.memory.arena import Block
     from mpdist.memory.slots import Slots
-    from mpdist.progress import wire
     from mpdist.progress.channel import Channel
 
 # Bytes of an array from which on its receiver takes it itself. A guess: through host memory two copies, MPI's call
@@ -96,10 +97,24 @@ class Showing:
         self._order()
         return True
 
-    def place_of(self, x: Buffer) -> tuple[int, bytes]:
-        """The offset of an array in a block, and the block's handle; PRIVATE and zeros where others do not reach it."""
+    def place_of(self, x: Buffer, at: int) -> wire.Place:
+        """Where the receiver of an array finds it, and its ticket."""
         offset, handle = self.exports.place_of(x)
-        return (offset, handle) if handle else (PRIVATE, bytes(HANDLE_BYTES))
+        if offset != PRIVATE:
+            return wire.Place(x.nbytes, at, offset, 0, 0, handle)
+        with self.channel.engine.lock:
+            segments = self._segments()
+            found = None if segments is None else segments.find(x.address, x.nbytes)
+        if found is None:
+            return wire.Place(x.nbytes, at, PRIVATE, 0, 0, b"")
+        segment, word = found
+        return wire.Place(x.nbytes, at, x.address - segment.start, segment.number, word, segment.handle)
+
+    def refresh(self) -> None:
+        """Let others know which segments are gone."""
+        if self.exports.segments is not None:
+            with self.channel.engine.lock:
+                self.exports.segments.refresh()
 
     def slots(self) -> Slots:
         """Those that have been offered."""
@@ -116,6 +131,19 @@ class Showing:
     def keep(self, block: Block) -> None:
         """A receiver may look at this ticket for ever."""
         self._shared.kept.append(block)
+
+    def _segments(self) -> Segments | None:
+        """Those of the device; None where no shared memory is left to tell of them."""
+        exports, shared = self.exports, self._shared
+        if exports.segments is None:
+            block = shared.arena.allocate(8 * ENTRIES)
+            if block is None:
+                return None
+            block.bytes()[:] = 0
+            shared.kept.append(block)
+            words = shared.words(self.channel.world_ranks[self.channel.rank], block.offset, ENTRIES)
+            exports.segments = Segments(exports.sharing, words, block.offset, shared.fence)
+        return exports.segments
 
     def _offer(self) -> None:
         """Put down where the slots are; some milliseconds, once in a process."""
@@ -163,7 +191,8 @@ class Showing:
 
     def shown(self, member: int, place: wire.Place) -> Shown:
         """What a member shows; it has been told that this one can take it."""
-        return Shown(self, member, place, self._ticket(member, place.ticket), self._judged[member])
+        word = self._shared.words(self.channel.world_ranks[member], place.word, 1)
+        return Shown(self, member, place, self._ticket(member, place.ticket), word, self._judged[member])
 
     def _check(self, handle: bytes, member: int) -> None:
         """Raise DeviceFailed unless this leads to the member's slots."""
@@ -177,6 +206,8 @@ class Showing:
 
     def close(self, together: bool) -> None:
         """Nobody uses it any more; not together: others may, so what they see stays."""
+        self.refresh()
+        self.exports.openings.sweep()
         if self._block is None:
             return
         assert self._shared.notices is not None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer
     from mpdist.memory.accelerator import Mark
     from mpdist.memory.elements import Array
+    from mpdist.memory.openings import Opening
     from mpdist.progress import wire
     from mpdist.progress.collective import Steps
     from mpdist.progress.shown.showing import Showing
@@ -41,23 +42,34 @@ class Shown:
         device: by which it takes them.
     """
 
-    def __init__(self, showing: Showing, src: int, place: wire.Place, ticket: Ticket, slots_handle: bytes) -> None:
+    _opening: Opening | None = None
+
+    def __init__(
+        self, showing: Showing, src: int, place: wire.Place, ticket: Ticket, word: memoryview, slots_handle: bytes
+    ) -> None:
+        """Take the word that tells of the segment, and what opens the sender's slots."""
         self.place = place
         self.ticket = ticket
         self.exports = showing.exports
         self.device = showing.device
         self._channel = showing.channel
         self._src = src
+        self._word = word
         self._slots_handle = slots_handle
 
     def array(self) -> int | None:
-        """Address of the data; None where the sender has to fill slots."""
-        if self.place.offset < 0:
+        """Address of the data, until `drop`; None where the sender has to fill slots."""
+        place = self.place
+        if place.offset < 0:
             return None
         try:
-            return self.exports.block(self.place.handle) + self.place.offset
+            if not place.number:
+                return self.exports.block(place.handle) + place.offset
+            self._opening = self.exports.openings.open(place.handle, place.number, self._word)
         except DeviceFailed:
             return None
+        assert self._opening.address is not None
+        return self._opening.address + place.offset
 
     def slots(self) -> int:
         """Address of the sender's slots."""
@@ -69,7 +81,10 @@ class Shown:
         self._channel.ring(self._src)
 
     def drop(self) -> None:
-        """The data are not needed any more."""
+        """The data are not needed any more; the sender hears of it when what it hides is closed here."""
+        if self._opening is not None:
+            self.exports.openings.leave(self._opening)
+            self._opening = None
         self.ticket.tell_over()
         self.tell()
 
