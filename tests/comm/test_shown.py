@@ -356,6 +356,7 @@ async def test_a_send_that_waits_says_for_whom(comm: Comm, fake_gpu: Simulated, 
     sent = comm.send(there(comm, fake_gpu, np.full(2000, comm.rank), home), dst)
     with pytest.raises(mpdist.WorkTimeout, match="send to"):
         await sent.within(0.1)
+    await comm.barrier()  # nobody receives before
     x = fake_gpu.array(np.zeros(2000, int))
     await comm.recv(x, src)
     check(x, np.full(2000, src))

@@ -63,6 +63,7 @@ class Show:
         self._block = block
         self._ticket = ticket
         self._is_looked_at = False
+        self._is_over = False
         self._filled = 0
         self._filling: Mark | None = None
         self._spans = spans(x.nbytes)
@@ -93,8 +94,12 @@ class Show:
             self._tell()
         if self._filling is not None and not self._is_filled():
             return False
+        if self._is_over:
+            return True
         if self._ticket.is_over():
+            self._is_over = True  # the ticket may be another message's from now on
             self._showing.slots().leave(self)
+            self._showing.give_back(self._block)
             return True
         if self._ticket.is_asked():
             self._fill()

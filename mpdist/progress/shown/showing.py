@@ -80,6 +80,7 @@ class Showing:
         self._has_offered = False
         self._block: Block | None = None
         self._line: memoryview | None = None
+        self._tickets: list[Block] = []  # that may be used again
         self._judged: dict[int, bytes] = {}  # the handles of the members' slots
 
     # ------------------------------------------------------------------ as sender
@@ -122,11 +123,19 @@ class Showing:
 
     def new_ticket(self) -> tuple[Block, Ticket] | None:
         """For one message; None where no shared memory is left."""
-        block = self._shared.arena.allocate(8 * ticket.WORDS)
-        if block is None:
-            return None
+        try:
+            block = self._tickets.pop()
+        except IndexError:
+            allocated = self._shared.arena.allocate(8 * ticket.WORDS)
+            if allocated is None:
+                return None
+            block = allocated
         block.bytes()[:] = 0
         return block, self._ticket(self.channel.rank, block.offset)
+
+    def give_back(self, block: Block) -> None:
+        """Nobody looks at this ticket any more."""
+        self._tickets.append(block)
 
     def keep(self, block: Block) -> None:
         """A receiver may look at this ticket for ever."""
@@ -169,8 +178,11 @@ class Showing:
     # ------------------------------------------------------------------ as receiver
 
     def judge(self, member: int, device: Device) -> None:
-        """An array has come from a member through host memory: find out whether the next may come straight."""
-        if device != self.device or member in self._judged or not self._is_neighbour(member):
+        """An array has come from a member through host memory: find out whether the next may come straight.
+
+        Not when this member is closing the communicator: others may have closed it, and taken their words back.
+        """
+        if self.channel.is_closed or device != self.device or member in self._judged or not self._is_neighbour(member):
             return
         channel, notices = self.channel, self._shared.notices
         assert notices is not None
