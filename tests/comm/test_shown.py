@@ -289,6 +289,36 @@ async def test_a_receive_that_is_given_up_on_the_way_leaves_the_message_to_the_n
         assert comm._channel.inbox.unclaimed() == []
 
 
+async def test_a_message_that_was_taken_and_given_back_is_not_dropped_for_another(
+    comm: Comm, fake_gpu: Simulated, home: str
+) -> None:
+    await meet(comm, fake_gpu)
+    dst, src = around(comm)
+    sent = comm.send(there(comm, fake_gpu, np.full(800, comm.rank), home), dst, tag=1)
+    receive = comm.recv(fake_gpu.array(np.zeros(800, int)), src, tag=1)
+    await asyncio.wait([sent, receive])  # type: ignore[type-var]  # it takes Works
+    task = asyncio.ensure_future(receive)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    (back,) = comm._channel.inbox.box.unclaimed()
+    await comm.barrier()
+    second = comm.send(there(comm, fake_gpu, np.full(800, -comm.rank), home), dst, tag=2)  # with the same ticket
+    await comm.probe(src, tag=2)
+    assert back.shown is not None
+    back.shown.drop()
+    await comm.barrier()
+    for _ in range(20):
+        await asyncio.sleep(0.0005)
+    assert not second.done()
+    await comm.barrier()
+    x = fake_gpu.array(np.zeros(800, int))
+    await comm.recv(x, src, tag=1)
+    check(x, np.full(800, src))
+    list(comm._channel.inbox.take_unclaimed())
+    await second
+
+
 async def test_a_send_whose_await_is_cancelled_goes_on_and_keeps_its_array(
     comm: Comm, fake_gpu: Simulated, home: str
 ) -> None:

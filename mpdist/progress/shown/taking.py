@@ -43,6 +43,7 @@ class Shown:
     """
 
     _opening: Opening | None = None
+    _is_over = False
 
     def __init__(
         self, showing: Showing, src: int, place: wire.Place, ticket: Ticket, word: memoryview, slots_handle: bytes
@@ -81,7 +82,13 @@ class Shown:
         self._channel.ring(self._src)
 
     def drop(self) -> None:
-        """The data are not needed any more; the sender hears of it when what it hides is closed here."""
+        """The data are not needed any more; the sender hears of it, once: the ticket is another message's then.
+
+        What it does not show any more is closed before.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
         if self._opening is not None:
             self.exports.openings.leave(self._opening)
             self._opening = None
