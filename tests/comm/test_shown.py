@@ -404,7 +404,7 @@ async def test_arrays_that_are_sent_one_after_the_other_take_no_more_memory(comm
     for _ in range(10):
         await comm.sendrecv(fake_gpu.array(np.ones(3000)), dst, x, src)
     assert fake_gpu.shared.log.count("export") == exported
-    assert comm._channel.engine.shared.arena.used_bytes == used
+    assert comm._channel.engine.shared.arena.used_bytes <= used  # earlier tests may leave garbage
 
 
 async def test_memory_that_cannot_be_opened_comes_through_slots(comm: Comm, fake_gpu: Simulated) -> None:
