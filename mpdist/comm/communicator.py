@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from mpdist.algorithms.devices.joining import can_join, exports_of
+from mpdist.algorithms.devices.joining import can_join
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups
@@ -22,6 +22,8 @@ from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
 from mpdist.progress.channel import Channel
+from mpdist.progress.exporting import exports_of
+from mpdist.progress.shown import showing
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -151,7 +153,7 @@ class Communicator(Objects, Collectives, Groups):
         return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
 
     def _empty_there(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
-        if prod(shape) * dtype.itemsize >= min(IPC_FROM.values()) and can_join(self._channel):
+        if prod(shape) * dtype.itemsize >= min(showing.SHOWN_FROM, *IPC_FROM.values()) and can_join(self._channel):
             with suppress(DeviceFailed):  # then it is like any other
                 return exports_of(self._channel.engine, device).array(shape, dtype)
         return accelerator_of(device).empty(shape, dtype)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from mpdist.comm.mirror import Mirror
 from mpdist.comm.staging import Staging, pinned_of
 from mpdist.comm.ways import Way, way_of_message
-from mpdist.progress.given_receive import GivenReceive
+from mpdist.progress.device_receive import DeviceReceive
 from mpdist.progress.marks import Attended
 from mpdist.progress.outbox import Outbox
 from mpdist.progress.receive import Receive
 from mpdist.progress.sending import send
+from mpdist.progress.shown.show import show
+from mpdist.progress.shown.showing import may_show
 from mpdist.progress.staged_receive import StagedReceive
 
 if TYPE_CHECKING:
@@ -29,15 +31,16 @@ def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[No
         channel.refuse_call()
     if dst != channel.rank and _way("send", channel, x) is Way.GIVEN:
         return _send_given(channel, x, dst, tag)
-    return _send_staged(channel, x, dst, tag)
+    return show(channel, x, dst, tag) or _send_staged(channel, x, dst, tag)
 
 
 def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
     """Receive a message into an array on a device; the arguments are checked."""
     staging = Staging(channel.engine, x.device)
-    if _way("recv", channel, x) is Way.GIVEN:
+    is_given = _way("recv", channel, x) is Way.GIVEN
+    if is_given or may_show(channel, x.nbytes):
         host = partial(Mirror, staging, x.owner, x.element, x.shape)
-        return channel.inbox.receive(GivenReceive(channel, x, src, tag, staging.accelerator, host))
+        return channel.inbox.receive(DeviceReceive(channel, x, src, tag, staging.accelerator, host, is_given))
     mirror = staging.mirror(x)
 
     def copy_in(nbytes: int) -> Mark:

@@ -1,18 +1,22 @@
 """CUDA IPC by CuPy: memory and events that several processes share, and work on them; see Sharing.
 
-Blocks are of cudaMalloc, for memory of CuPy's pool has neighbours that would be
-exported with it, and what cudaMallocAsync, expandable segments or managed memory give
-has no handle. See https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html.
+Blocks are of cudaMalloc, as segments of CuPy's and of torch's pools are; what
+cudaMallocAsync, expandable segments or managed memory give has no handle. See https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpdist.errors import DeviceFailed
 from mpdist.memory import cuda_kernels as kernels
+from mpdist.memory import cuda_segments
+from mpdist.memory.segments import Segment
 from mpdist.memory.sharing import Export, Signal
 
 if TYPE_CHECKING:
@@ -59,6 +63,27 @@ class CudaSharing:
         """See Sharing."""
         with self._gpu.active():
             self._runtime.deviceSynchronize()
+
+    @cached_property
+    def _driver(self) -> cuda_segments.Driver | None:
+        return cuda_segments.driver()
+
+    def number_of(self, address: int) -> int:
+        """See Sharing."""
+        if self._driver is None:
+            return 0
+        with self._gpu.active():
+            return self._driver.number_of(address)
+
+    def segment(self, address: int) -> Segment | None:
+        """See Sharing."""
+        assert self._driver is not None
+        with suppress(DeviceFailed), self._gpu.active():
+            found, number = self._driver.range_of(address), self._driver.number_of(address)
+            if found is not None and number:
+                start, nbytes = found
+                return Segment(start, nbytes, self._runtime.ipcGetMemHandle(start), number)
+        return None
 
     def open(self, handle: bytes) -> int:
         """See Sharing."""

@@ -12,17 +12,25 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpdist.errors import DeviceFailed
+from mpdist.memory import slots
+from mpdist.memory.buffer import Buffer
+from mpdist.memory.elements import BY_NAME
+from mpdist.memory.openings import Openings
+from mpdist.memory.segments import Segments
 from mpdist.memory.sharing import Export, Signal
+from mpdist.memory.slots import Slots
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
-    from mpdist.memory.buffer import Buffer
+    from mpdist.memory.buffer import Device
+    from mpdist.memory.sharing import Lane
 
 # Blocks for arrays are of this size, as cudaMalloc's, or twice, four times, ...: so that one serves the next, too.
 UNIT_BYTES = 2 * 1024 * 1024
@@ -46,15 +54,21 @@ class Offer:
         return [self.block.handle, *(signal.handle for signal in self.signals)]
 
 
+def bytes_at(device: Device, address: int, nbytes: int) -> Buffer:
+    """Memory of a device as bytes; nobody keeps it."""
+    return Buffer(None, nbytes, nbytes, BY_NAME["uint8"], device, False, None, address)
+
+
 class Exports:
     """One device's.
 
     Attributes:
         accelerator: the device.
-        has_said: stderr says already that it cannot be shared.
+        segments: memory of the program's own libraries that others may have open; None where none is shown.
+        openings: what this process has open of theirs.
     """
 
-    has_said = False
+    _has_said = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -64,6 +78,35 @@ class Exports:
         self._signals: dict[bytes, int] = {}
         self._arrays: list[tuple[int, int, bytes]] = []  # address, size and handle of blocks for arrays, sorted
         self._spare: dict[int, list[Export]] = {}
+        self._slots: Slots | None = None
+        self.segments: Segments | None = None
+        self.openings = Openings(self.sharing)
+
+    @cached_property
+    def lane(self) -> Lane:
+        """Copies of messages."""
+        return self.sharing.lane()
+
+    def slots(self) -> Slots:
+        """Through which messages pass whose arrays others do not reach.
+
+        Raises:
+            DeviceFailed: they cannot be had, or have no handle.
+        """
+        if self._slots is None:
+            self._slots = Slots(self.sharing.export(slots.block_bytes()))
+        return self._slots
+
+    def say(self, device: Device, error: DeviceFailed) -> None:
+        """Once: others cannot reach this device's memory, or this process theirs."""
+        if self._has_said:
+            return
+        self._has_said = True
+        print(
+            f"mpdist: ranks of this node cannot reach each other's memory on {device} ({error}): its arrays "
+            "travel through host memory, which is slower",
+            file=sys.stderr,
+        )
 
     def take(self, nbytes: int, signals: int) -> Offer:
         """A block and events, until `give_back`.
@@ -135,6 +178,7 @@ class Exports:
         for event in self._signals.values():
             with suppress(DeviceFailed):
                 self.sharing.close_signal(event)
+        self.openings.close()
         for address in self._blocks.values():
             with suppress(DeviceFailed):
                 self.sharing.close(address)

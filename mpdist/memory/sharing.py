@@ -17,6 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
     from mpdist.memory.folding import Folder
+    from mpdist.memory.segments import Segment
 
 HANDLE_BYTES = 64
 """Of a block's handle, and of an event's."""
@@ -86,8 +87,14 @@ class Sharing(Protocol):
     def settle(self) -> None:
         """Wait until all work that this process has queued on the device is over, in whatever stream."""
 
+    def number_of(self, address: int) -> int:
+        """Of the segment with this address: > 0, and of no other memory ever; 0 where it has no handle, or is gone."""
+
+    def segment(self, address: int) -> Segment | None:
+        """The segment with this address, which has a number; None where it has no handle."""
+
     def open(self, handle: bytes) -> int:
-        """Address in this process of another one's block."""
+        """Address in this process of another one's block, or segment."""
 
     def close(self, address: int) -> None:
         """Before its owner gives it back."""

@@ -33,6 +33,7 @@ from mpdist.progress.work import Work
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
     from mpdist.progress.outbox import Outbox
+    from mpdist.progress.shown.showing import Showing
     from mpdist.transport.mpi import Request, Transport
 
 W = TypeVar("W", bound=Collective[Any])
@@ -71,6 +72,7 @@ class Channel:
         team: what its members share in memory, kept for the algorithms that do.
         devices: the same of their devices.
         teller: who tells the others as what this member comes to a collective, where they want to know.
+        showing: how messages go from device to device; made for the first that may.
         has_met: whether they have tried to share.
         advice: what to look at where its collectives wait in vain.
         outbox: messages that wait for their data; made for the first of them.
@@ -80,6 +82,7 @@ class Channel:
     outbox: Outbox | None = None
     devices: Team | None = None
     teller: object = None
+    showing: Showing | None = None
 
     def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
         self.engine = engine
@@ -284,6 +287,9 @@ class Channel:
         if self.devices is not None:
             self.devices.close(together)
             self.devices = None
+        if self.showing is not None:
+            self.showing.close(together)
+            self.showing = None
         if together and not self.unfinished():
             self.transport.free()
         self.refuse(why)

@@ -16,7 +16,7 @@ from mpdist.progress import wire
 from mpdist.progress.array_receive import ArrayReceive
 from mpdist.progress.backoff import message_credit
 from mpdist.progress.mailbox import Mailbox
-from mpdist.progress.message import Incoming, Message, ProbedMessage
+from mpdist.progress.message import Incoming, Message, ProbedMessage, ShownIncoming
 from mpdist.progress.receive import Receive, ReceiveEither
 
 if TYPE_CHECKING:
@@ -194,14 +194,25 @@ class Inbox:
         self._in_pieces[incoming.src, incoming.tag] = incoming
 
     def _add(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
-        """A piece of a message that has come before, or the last of its sender."""
+        """A piece of a message that has come before, the last of its sender, or what says where the data are."""
         if code == wire.LAST:
             handle.Recv([bytearray(), 0, self.channel.byte])
             self._all_came_of.add(src)
             return
+        if code >= wire.ARRAY_SHOWN:
+            self._open_shown(handle, src, tag, nbytes, code - wire.ARRAY_SHOWN)
+            return
         incoming = self._in_pieces[src, tag]
         assert incoming.parts is not None
         incoming.parts.append((handle, nbytes))
+
+    def _open_shown(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
+        head = bytearray(nbytes)
+        handle.Recv([head, nbytes, self.channel.byte])
+        showing = self.channel.showing
+        assert showing is not None, "nobody shows what this rank has not found it can take"
+        place = wire.Place.unpack(head)
+        self.deliver(ShownIncoming(showing.shown(src, place), src, tag, code, place.nbytes))
 
     # ------------------------------------------------------------------ probed messages
 
@@ -250,8 +261,13 @@ class Inbox:
         return senders <= self._all_came_of
 
     def take_unclaimed(self) -> Iterator[tuple[int, Any, int]]:
-        """Source, MPI's message and size of what nobody has received and MPI still has; it stays listed."""
+        """Source, MPI's message and size of what nobody has received and MPI still has; it stays listed.
+
+        What senders show is dropped: they wait no longer.
+        """
         for message in [*self.box.unclaimed(), *self._probed]:
+            if message.shown is not None:
+                message.shown.drop()
             whole = [] if message.handle is None else [(message.handle, message.nbytes)]
             parts = message.parts or []
             message.handle = message.parts = None

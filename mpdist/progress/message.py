@@ -10,6 +10,7 @@ from mpdist.progress import wire
 if TYPE_CHECKING:
     from mpdist.memory import Element
     from mpdist.progress.channel import Channel
+    from mpdist.progress.shown.taking import Shown
     from mpdist.progress.work import Work
 
 
@@ -91,7 +92,10 @@ class Incoming:
         result: the data, where a receive that got them was cancelled afterwards.
         arriving: the receive into which it still comes, though that was given up; whoever gets it waits for that.
         lost: why it will never come.
+        shown: how this rank takes the data, where the sender lets it; see ShownIncoming.
     """
+
+    shown: Shown | None = None
 
     __slots__ = (
         "arriving", "code", "handle", "head", "lost", "nbytes", "order", "parts", "probed", "result", "src", "tag",
@@ -130,3 +134,13 @@ class Incoming:
             else f"{element.name} x {self.nbytes // element.itemsize}"
         )
         return f"{what} from rank {self.src}, tag {self.tag}"
+
+
+class ShownIncoming(Incoming):
+    """A message whose data are on a device of the sender, where this rank takes them; ordinary ones pay nothing."""
+
+    __slots__ = ("shown",)
+
+    def __init__(self, shown: Shown, src: int, tag: int, code: int, nbytes: int) -> None:
+        super().__init__(None, src, tag, code, nbytes)
+        self.shown: Shown | None = shown

@@ -17,6 +17,7 @@ from mpdist.memory import Buffer, allocate, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
+from mpdist.progress.shown.taking import take_to_host
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -68,6 +69,9 @@ def transfer(channel: Channel, incoming: Incoming, room: Room) -> Transfer:
         assert not isinstance(room, np.ndarray)
         return _reuse(incoming.result, room)
     if isinstance(room, Buffer):
+        if incoming.shown is not None:
+            yield from take_to_host(incoming.shown, room.array().view(np.uint8)[: incoming.nbytes])
+            return _array_message(incoming, room)
         return (yield from _receive_array(channel, incoming, room))
     assert room is not None
     return (yield from _receive_object(channel, incoming, room))

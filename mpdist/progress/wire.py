@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 CODE_BITS = 9
 CODE_MASK = (1 << CODE_BITS) - 1
@@ -22,6 +23,7 @@ OBJECT = 64  # a pickle, then its out-of-band buffers, in one message
 OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs
 PIECE = 66  # a part of the last message with pieces of the same source and tag
 LAST = 67  # empty: its sender closes the communicator, and nothing follows
+ARRAY_SHOWN = 96  # + element code: the message says where its receiver finds the data, on a device of its node
 
 # Open MPI refuses messages of 2**31 bytes and more.
 PIECE_BYTES = 2**30
@@ -30,6 +32,7 @@ PIECE_BYTES = 2**30
 ALIGNMENT = 64
 
 _SIZE = struct.Struct("<Q")
+_SHOWN = struct.Struct("<QQqQQ64s")
 
 
 def wire_tag(tag: int, code: int) -> int:
@@ -56,6 +59,35 @@ def pack_size(nbytes: int) -> bytes:
 def unpack_size(head: bytes | bytearray | memoryview) -> int:
     """Inverse of pack_size."""
     return int(_SIZE.unpack(head)[0])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the receiver of an array finds its data; all of a message with ARRAY_SHOWN.
+
+    Attributes:
+        nbytes: of the array.
+        ticket: offset of its Ticket in the sender's shared memory.
+        offset: of the array in a block or segment of the sender; negative if it is in none that others may open.
+        number: of the segment; 0 for a block, which stays for ever.
+        word: offset of the word that tells whether the segment is still there, see memory/segments.py.
+        handle: what they open it by.
+    """
+
+    nbytes: int
+    ticket: int
+    offset: int
+    number: int
+    word: int
+    handle: bytes
+
+    def pack(self) -> bytes:
+        return _SHOWN.pack(*astuple(self))
+
+    @classmethod
+    def unpack(cls, head: bytes | bytearray) -> Place:
+        """Inverse of pack."""
+        return cls(*_SHOWN.unpack(head))
 
 
 def _layout(sizes: Sequence[int]) -> list[int]:

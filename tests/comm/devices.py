@@ -70,6 +70,10 @@ def forget(comm: mpdist.Communicator) -> None:
     engine.staging.clear()
     engine.exports.clear()
     engine.given.clear()
+    for channel in engine.channels:
+        if channel.showing is not None:
+            channel.showing.close(together=False)
+            channel.showing = None
 
 
 # MPI takes the memory of the second one: it is the host's.

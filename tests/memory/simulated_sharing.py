@@ -20,12 +20,14 @@ import numpy as np
 from mpdist.memory import Folder
 from mpdist.memory.buffer import address_of
 from mpdist.memory.cuda import failures
+from mpdist.memory.segments import Segment
 from mpdist.memory.sharing import HANDLE_BYTES, Export, Signal
 
 if TYPE_CHECKING:
     from memory.simulated import Simulated, SimulatedMark
 
 NEW, FREED = 0xAB, 0xDD
+SEGMENT_BYTES = 64 * 1024
 _HANDLE = struct.Struct("<5q")
 _LOOK_SECONDS = 0.00002
 _RECORDED, _HAPPENED = 0, 1
@@ -83,8 +85,10 @@ class SimulatedSharing:
     Attributes:
         opened: other processes' blocks.
         can_share: False: no block has a handle.
+        can_open: False: nothing that is not open yet can be opened.
         is_garbled: what is opened is other memory than the owner's.
         log: what was asked for, in words.
+        segments: memory of the program's library.
     """
 
     def __init__(self, device: Simulated) -> None:
@@ -92,8 +96,9 @@ class SimulatedSharing:
         self._own: dict[int, File] = {}
         self.opened: dict[int, tuple[bytes, File]] = {}
         self._events: dict[int, File] = {}
+        self.segments: list[SimulatedSegment] = []
         self._numbers = iter(range(1, 1 << 62))
-        self.can_share = True
+        self.can_share = self.can_open = True
         self.is_garbled = False
         self.log: list[str] = []
 
@@ -113,15 +118,51 @@ class SimulatedSharing:
     def array(self, block: Export, shape: Sequence[int], dtype: Any, owner: object) -> Any:
         from memory.simulated import DeviceArray
 
-        return DeviceArray(np.asarray(_Room(block, tuple(shape), dtype, owner)))
+        return DeviceArray(np.asarray(_Room(block.address, tuple(shape), dtype, owner)))
 
     def settle(self) -> None:
         self._device.settle()
+
+    def pooled(self, shape: Sequence[int], dtype: Any) -> Any:
+        """An array of the program's library, in a segment that has room, or in a new one."""
+        from memory.simulated import DeviceArray
+
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        segment = next((each for each in self.segments if each.has_room(nbytes)), None)
+        if segment is None:
+            segment = SimulatedSegment(next(self._numbers), nbytes)
+            self.segments.append(segment)
+        lent = _Lent(segment, nbytes)
+        return DeviceArray(np.asarray(_Room(lent.address, tuple(shape), dtype, lent)))
+
+    def give_back_all(self) -> int:
+        """Segments without an array go back to the driver, with what is in them; how many."""
+        empty = [each for each in self.segments if not each.arrays]
+        self.segments = [each for each in self.segments if each.arrays]
+        for each in empty:
+            each.file.fill(FREED)
+        return len(empty)
+
+    def _segment(self, address: int) -> SimulatedSegment | None:
+        return next((each for each in self.segments if 0 <= address - each.file.address < each.nbytes), None)
+
+    def number_of(self, address: int) -> int:
+        found = self._segment(address)
+        return 0 if found is None else found.number
+
+    def segment(self, address: int) -> Segment | None:
+        found = self._segment(address)
+        assert found is not None
+        if not self.can_share:
+            return None
+        return Segment(found.file.address, found.nbytes, found.file.handle, found.number)
 
     def open(self, handle: bytes) -> int:
         with failures(RuntimeError):
             if any(handle == known for known, _ in self.opened.values()):
                 raise RuntimeError("resource already mapped")
+            if not self.can_open:
+                raise RuntimeError("operation not supported")
             file = File.of(handle)
             if self.is_garbled:
                 file = File.new(len(file.memory))
@@ -133,6 +174,7 @@ class SimulatedSharing:
         with failures(RuntimeError):
             if self.opened.pop(address, None) is None:
                 raise RuntimeError("invalid argument")
+            self.log.append("close")
 
     def signal(self) -> Signal:
         file = File.new(mmap.PAGESIZE)
@@ -155,6 +197,36 @@ class SimulatedSharing:
 
     def lane(self) -> SimulatedLane:
         return SimulatedLane(self._device, self)
+
+
+class SimulatedSegment:
+    """Memory from which a library gives out arrays, one behind the other; from the start again when all are gone."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number = number
+        self.nbytes = max(SEGMENT_BYTES, nbytes)
+        self.file = File.new(self.nbytes)
+        self.file.fill(NEW)
+        self.arrays = 0
+        self.used = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.used + nbytes <= self.nbytes
+
+
+class _Lent:
+    """An array's part of it."""
+
+    def __init__(self, segment: SimulatedSegment, nbytes: int) -> None:
+        self._segment = segment
+        self.address = segment.file.address + segment.used
+        segment.used += -(-nbytes // 512) * 512
+        segment.arrays += 1
+
+    def __del__(self) -> None:
+        self._segment.arrays -= 1
+        if not self._segment.arrays:
+            self._segment.used = 0
 
 
 class SimulatedLane:
@@ -213,10 +285,10 @@ class SimulatedLane:
 class _Room:
     """A block's memory, as NumPy asks for it."""
 
-    def __init__(self, block: Export, shape: tuple[int, ...], dtype: Any, owner: object) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> None:
         self._owner = owner
         self.__array_interface__ = {
-            "version": 3, "data": (block.address, False), "typestr": np.dtype(dtype).str, "shape": shape
+            "version": 3, "data": (address, False), "typestr": np.dtype(dtype).str, "shape": shape
         }  # fmt: skip
 
 

@@ -99,6 +99,35 @@ def test_a_block_cannot_be_opened_by_its_own_process(gpu: Cuda, block: Export) -
         gpu.sharing().open(block.handle)
 
 
+def test_memory_of_cupys_pool_has_a_number_of_its_own_as_long_as_the_pool_has_it(gpu: Cuda) -> None:
+    import cupy
+
+    sharing = gpu.sharing()
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        x, y = cupy.zeros(1 << 20, np.uint8), cupy.zeros(1 << 25, np.uint8)
+        first, second = sharing.number_of(x.data.ptr), sharing.number_of(y.data.ptr)
+        assert 0 not in (first, second)
+        assert first != second
+        segment = sharing.segment(y.data.ptr + 1000)
+        assert segment is not None
+        assert (segment.start <= y.data.ptr, segment.number, len(segment.handle)) == (True, second, HANDLE_BYTES)
+        assert segment.start + segment.nbytes >= y.data.ptr + y.nbytes
+        address = y.data.ptr
+        del y
+        assert sharing.number_of(address) == second
+        pool.free_all_blocks()
+    assert sharing.number_of(address) != second
+
+
+def test_what_cuda_has_no_handle_for_has_no_number(gpu: Cuda) -> None:
+    import cupy
+
+    managed = cupy.cuda.malloc_managed(1 << 20)
+    assert gpu.sharing().number_of(managed.ptr) == 0
+    assert gpu.sharing().number_of(np.zeros(10).ctypes.data) == 0
+
+
 def test_an_array_in_a_block_keeps_its_owner(gpu: Cuda, block: Export) -> None:
     owner = Owner()
     x: Any = gpu.sharing().array(block, (2, 3), np.dtype(np.float32), owner)

@@ -66,3 +66,21 @@ def test_without_inline_only_the_pickle_follows_the_table(contents: list[bytes])
     assert sizes == [len(each) for each in contents]
     assert bytes(wire.frame(message, sizes, 0)) == contents[0]
     assert len(message) == wire._layout(sizes)[0] + len(contents[0])
+
+
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+    st.integers(-1, 2**40),
+    st.integers(0, 2**63 - 1),
+    st.binary(min_size=64, max_size=64),
+)
+def test_a_place_survives_its_message(nbytes: int, ticket: int, offset: int, number: int, handle: bytes) -> None:
+    place = wire.Place(nbytes, ticket, offset, number, ticket + 8, handle)
+    assert wire.Place.unpack(bytearray(place.pack())) == place
+
+
+def test_codes_of_what_is_shown_are_no_others() -> None:
+    codes = [wire.ARRAY_SHOWN + element.code for element in ELEMENTS]
+    assert min(codes) > wire.LAST
+    assert max(codes) <= wire.CODE_MASK

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,8 +129,19 @@ class Execution:
             self._send(step, comm, part.index(step.dst))
 
     def _there(self, array: np.ndarray[Any, Any]) -> Any:
-        """The array, perhaps on the GPU."""
-        return array if self._gpu is None or self._chance.random() < 0.5 else self._gpu.array(array)
+        """The array, perhaps on the GPU, there perhaps in memory that others reach."""
+        gpu = self._gpu
+        if gpu is None or self._chance.random() < 0.4:
+            return array
+        where = self._chance.choice(("own", "pooled", "shared"))
+        if where == "own":
+            return gpu.array(array)
+        if self._chance.random() < 0.1:
+            gpu.shared.give_back_all()
+        make = gpu.shared.pooled if where == "pooled" else partial(self._comms[0].empty, device="cuda")
+        there = make(array.shape, array.dtype)
+        gpu.fill(there, array)
+        return there
 
     def _send(self, step: Step, comm: Communicator, dst: int) -> None:
         work: mpdist.Work[None]

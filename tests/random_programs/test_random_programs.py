@@ -9,6 +9,7 @@ import os
 import random
 
 import pytest
+from comm.devices import forget
 from memory.simulated import Simulated, simulated
 from random_programs.execution import Execution
 from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
@@ -16,7 +17,9 @@ from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 from mpdist import Communicator
 from mpdist.comm import staging
 from mpdist.config import DEVICE_OPERATIONS
+from mpdist.memory import slots
 from mpdist.progress import sending, wire
+from mpdist.progress.shown import showing
 from mpdist.transport.cuda_aware import Awareness
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
@@ -52,20 +55,24 @@ async def test_random_programs_agree_with_the_reference(comm: Communicator) -> N
 @pytest.mark.ranks(2, 3)
 @pytest.mark.limit(20 + 10 * SEEDS)
 @pytest.mark.usefixtures("_pieces")
-@pytest.mark.parametrize("is_given", [False, True], ids=["staged", "some given to MPI"])
+@pytest.mark.parametrize("way", ["staged", "some given to MPI", "messages straight", "all ways"])
 async def test_the_same_with_some_arrays_on_a_gpu(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, is_given: bool
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    if way in ("messages straight", "all ways"):
+        monkeypatch.setattr(showing, "SHOWN_FROM", 0)
+        monkeypatch.setattr(slots, "SLOT_BYTES", 4096)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 30)  # ranks that have theirs on the host know of no chunks
     engine = comm._channel.engine
-    engine.staging.clear()
+    forget(comm)
     with simulated(seconds=0.0001) as gpu:
-        for number, seed in enumerate(seeds()[::2]):
+        for number, seed in enumerate(seeds()[:: 4 if way == "all ways" else 2]):
             some = random.Random(f"{number} {comm.rank}").sample(DEVICE_OPERATIONS, len(DEVICE_OPERATIONS) * 2 // 3)
-            monkeypatch.setattr(engine, "awareness", Awareness(",".join(some) if is_given else "no"))
+            monkeypatch.setattr(
+                engine, "awareness", Awareness(",".join(some) if way in ("some given to MPI", "all ways") else "no")
+            )
             await run_all(comm, [seed], gpu)
-    engine.given.clear()
-    engine.staging.clear()
+    forget(comm)
 
 
 async def run_all(comm: Communicator, seeds: list[int], gpu: Simulated | None = None) -> None:

@@ -14,6 +14,7 @@ from torch_support import devices, simulated_torch, values
 
 import mpdist
 from mpdist.comm import straight
+from mpdist.progress.shown import showing
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart]
 
@@ -58,3 +59,27 @@ def test_blocks_of_different_sizes_never_go_straight(device: str, monkeypatch: p
         blocks = [torch.empty(other + 1) for other in range(size)]
         dist.all_gather(blocks, values.placed(torch.full((rank + 1,), float(rank), device="cpu")))
         assert [block.tolist() for block in blocks] == [[other] * (other + 1) for other in range(size)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_messages_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the ranks have found out that they can."""
+    monkeypatch.setattr(showing, "SHOWN_FROM", 0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for turn in range(4):
+        room = torch.zeros(300)
+        sent = dist.isend(values.placed(torch.full((300,), float(rank + turn), device="cpu")), after)
+        received = dist.irecv(room, before)
+        assert received is not None
+        received.wait()
+        assert room.tolist() == [before + turn] * 300
+        assert sent is not None
+        sent.wait()
+    room = torch.zeros(size)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((size,), float(rank)), after), dist.P2POp(dist.irecv, room, before)]
+    )
+    for work in works:
+        work.wait()
+    assert room.tolist() == [before] * size

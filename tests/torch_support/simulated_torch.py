@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from comm.devices import forget
 from memory.simulated import DEVICE, Simulated, SimulatedMark, simulated
 from memory.simulated import Stream as Queue
 from torch import Tensor
@@ -365,13 +366,12 @@ def install() -> None:
 def opened(comm: mpdist.Communicator, **options: Any) -> Iterator[Gpu]:
     """A simulated GPU with its tensors."""
     global _gpu
-    engine = comm._channel.engine
-    engine.staging.clear()
+    forget(comm)
     _gpu = Gpu(**options)
     with simulated(device=_gpu):
         yield _gpu
     synchronize()
-    engine.staging.clear()
+    forget(comm)
     _gpu = Gpu(seconds=0.0)
 
 

@@ -13,7 +13,6 @@ have told before it, see words.py, so all decide alike.
 
 from __future__ import annotations
 
-import sys
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -24,16 +23,15 @@ from mpdist.algorithms.devices.team import WORDS, Team, new_line, take_offer
 from mpdist.algorithms.devices.words import SINCE, STATE, State, joint_start
 from mpdist.errors import DeviceFailed
 from mpdist.memory import BY_NAME, Buffer, Folder, as_op
-from mpdist.memory.accelerator import accelerator_of
-from mpdist.memory.exports import Exports, Offer
+from mpdist.progress.exporting import exports_of
 
 if TYPE_CHECKING:
     from mpdist.memory import Device
     from mpdist.memory.arena import Block
     from mpdist.memory.elements import Array
+    from mpdist.memory.exports import Offer
     from mpdist.memory.sharing import Lane
     from mpdist.progress.channel import Channel
-    from mpdist.progress.engine import Engine
 
 # What a member writes into its block for others to find there, and so much again that a kernel makes of it.
 PATTERN_BYTES = 2048
@@ -47,18 +45,6 @@ def can_join(channel: Channel) -> bool:
     is_one_node = len({engine.nodes[rank] for rank in channel.world_ranks}) == 1
     shared = engine.shared
     return engine.has_ipc and is_one_node and channel.size > 1 and shared is not None and shared.notices is not None
-
-
-def exports_of(engine: Engine, device: Device) -> Exports:
-    """What this process has exported on a device.
-
-    Raises:
-        Unavailable: the library for such arrays is missing.
-    """
-    known = engine.exports.get(device)
-    if known is None:
-        known = engine.exports[device] = Exports(accelerator_of(device))
-    return known
 
 
 class Joining:
@@ -222,13 +208,7 @@ class Joining:
     def _refuse(self, error: DeviceFailed) -> None:
         assert self._line is not None
         self._line[STATE] = self.state = State.REFUSED
-        if not self._exports.has_said:
-            self._exports.has_said = True
-            print(
-                f"mpdist: ranks of this node cannot reach each other's memory on {self.device} ({error}): its arrays "
-                "travel through host memory, which is slower",
-                file=sys.stderr,
-            )
+        self._exports.say(self.device, error)
 
     def _pattern(self, member: int) -> Array:
         text = f"{self._channel.name} {self._channel.world_ranks[member]}"

@@ -1,8 +1,10 @@
-"""GivenReceive: a receive into an array on a device, which MPI writes itself.
+"""DeviceReceive: a receive into an array on a device, which hears how its data come when it meets the message.
 
-The type and the size are checked as ever, and MPI is called when the program's stream has
-come to the call. What comes otherwise goes through host memory: a message in pieces, one of
-this rank to itself, and one whose first receive was cancelled.
+The type and the size are checked as ever, and nothing writes before the program's stream
+has come to the call. Data that the sender shows are taken from its device; others are
+written by MPI, where it may be given the array. The rest goes through host memory: what
+MPI may not be given, a message in pieces, one of this rank to itself, and one whose
+first receive was cancelled.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from mpdist.memory.accelerator import Accelerator, Mark
 from mpdist.progress.marks import Attended, copied
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import Receive
+from mpdist.progress.shown.showing import may_show, showing_of
+from mpdist.progress.shown.taking import take_to_device
 from mpdist.progress.transfer import NoRoom, Octets, Transfer, transfer
 
 if TYPE_CHECKING:
@@ -25,18 +29,26 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
 
 
-class GivenReceive(Receive):
+class DeviceReceive(Receive):
     """A receive into a Buffer on a device."""
 
     _buffer: Buffer
 
     def __init__(
-        self, channel: Channel, x: Buffer, src: int, tag: int, accelerator: Accelerator, host: Callable[[], Buffer]
+        self,
+        channel: Channel,
+        x: Buffer,
+        src: int,
+        tag: int,
+        accelerator: Accelerator,
+        host: Callable[[], Buffer],
+        is_given: bool,
     ) -> None:
-        """Take the device, and what gives host memory for such an array."""
+        """Take the device, what gives host memory for such an array, and whether MPI may be given it."""
         super().__init__(channel, x, src, tag)
         self._accelerator = accelerator
         self._host = host
+        self._is_given = is_given
         self._ready: Mark = accelerator.ready(x)
 
     def accept(self, incoming: Incoming) -> bool:
@@ -54,12 +66,28 @@ class GivenReceive(Receive):
         except DeviceFailed as error:
             raise NoRoom(str(error)) from error
         channel, x = self._channel, self._buffer
-        if incoming.result is None and incoming.parts is None:
+        if incoming.result is not None:
+            return (yield from self._through_host(incoming))
+        if incoming.shown is not None:
+            yield from take_to_device(incoming.shown, x)
+            return self._message(incoming)
+        if incoming.parts is None and self._is_given:
             channel.engine.attend(self._accelerator)
             memory = [channel.transport.memory_of(x), incoming.nbytes, channel.byte]
             yield Attended(incoming.handle.Irecv(memory), self._accelerator)
-            count = incoming.nbytes // x.element.itemsize
-            return Message(x.owner, incoming.src, incoming.tag, count, incoming.nbytes, x.element)
+            return self._message(incoming)
+        message = yield from self._through_host(incoming)
+        if may_show(channel, incoming.nbytes):
+            showing_of(channel, x.device).judge(incoming.src, x.device)
+        return message
+
+    def _message(self, incoming: Incoming) -> Message:
+        x = self._buffer
+        count = incoming.nbytes // x.element.itemsize
+        return Message(x.owner, incoming.src, incoming.tag, count, incoming.nbytes, x.element)
+
+    def _through_host(self, incoming: Incoming) -> Transfer:
+        channel, x = self._channel, self._buffer
         try:
             room = self._host()
             octets = _octets(room.array())  # lent here, where a lack of memory is told

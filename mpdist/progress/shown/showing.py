@@ -1,0 +1,245 @@
+"""Showing: which members of a communicator take messages straight from each other's devices, and how they find out.
+
+The first large arrays that a member sends go through host memory. Before, it puts down
+where its slots are; who receives such a message on a device opens them, looks whether it
+finds there what must lie behind them, and writes down beside them what came of it. So
+nobody waits for an answer: until it is there, and for ever where it is no, arrays go
+through host memory.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.errors import DeviceFailed
+from mpdist.memory import slots
+from mpdist.memory.exports import PRIVATE, bytes_at
+from mpdist.memory.segments import ENTRIES, Segments
+from mpdist.memory.sharing import HANDLE_BYTES
+from mpdist.progress import wire
+from mpdist.progress.exporting import exports_of
+from mpdist.progress.shown import ticket
+from mpdist.progress.shown.taking import Shown
+from mpdist.progress.shown.ticket import Ticket
+
+if TYPE_CHECKING:
+    from mpdist.memory import Buffer, Device
+    from mpdist.memory.arena import Block
+    from mpdist.memory.slots import Slots
+    from mpdist.progress.channel import Channel
+
+# Bytes of an array from which on its receiver takes it itself. A guess: through host memory two copies, MPI's call
+# and its own copy take some 50 us and more; so do the message, the copy, and telling of both. Not measured on a GPU.
+SHOWN_FROM = 128 * 1024
+
+_VERDICTS_AT = HANDLE_BYTES // 8
+
+
+class Verdict(IntEnum):
+    """What a member has found out about another one's slots."""
+
+    UNKNOWN = 0
+    PROVEN = 1
+    REFUSED = 2
+
+
+def may_show(channel: Channel, nbytes: int) -> bool:
+    """Whether a message of this size may go that way; not in debug mode, which looks into all memory."""
+    if nbytes < max(SHOWN_FROM, 1) or not channel.engine.has_ipc or channel.size == 1 or channel.check is not None:
+        return False
+    shared = channel.engine.shared
+    return shared is not None and shared.notices is not None
+
+
+def showing_of(channel: Channel, device: Device) -> Showing:
+    """A communicator's; made for the first device with which this member comes."""
+    with channel.engine.lock:
+        if channel.showing is None:
+            channel.showing = Showing(channel, device)
+        return channel.showing
+
+
+class Showing:
+    """One communicator's, on this member.
+
+    Attributes:
+        channel: the communicator's.
+        device: of the arrays that it shows, and with which it takes those of others.
+        exports: that device's.
+    """
+
+    def __init__(self, channel: Channel, device: Device) -> None:
+        assert channel.engine.shared is not None
+        self.channel = channel
+        self.device = device
+        self.exports = exports_of(channel.engine, device)
+        self._shared = channel.engine.shared
+        self._has_offered = False
+        self._block: Block | None = None
+        self._line: memoryview | None = None
+        self._tickets: list[Block] = []  # that may be used again
+        self._judged: dict[int, bytes] = {}  # the handles of the members' slots
+
+    # ------------------------------------------------------------------ as sender
+
+    def is_taken_by(self, member: int) -> bool:
+        """Whether a member has found that it can take what this one shows."""
+        if not self._is_neighbour(member):
+            return False
+        with self.channel.engine.lock:
+            if not self._has_offered:
+                self._has_offered = True
+                self._offer()
+        if self._line is None or self._line[_VERDICTS_AT + member] != Verdict.PROVEN:
+            return False
+        self._order()
+        return True
+
+    def place_of(self, x: Buffer, at: int) -> wire.Place:
+        """Where the receiver of an array finds it, and its ticket."""
+        offset, handle = self.exports.place_of(x)
+        if offset != PRIVATE:
+            return wire.Place(x.nbytes, at, offset, 0, 0, handle)
+        with self.channel.engine.lock:
+            segments = self._segments()
+            found = None if segments is None else segments.find(x.address, x.nbytes)
+        if found is None:
+            return wire.Place(x.nbytes, at, PRIVATE, 0, 0, b"")
+        segment, word = found
+        return wire.Place(x.nbytes, at, x.address - segment.start, segment.number, word, segment.handle)
+
+    def refresh(self) -> None:
+        """Let others know which segments are gone."""
+        if self.exports.segments is not None:
+            with self.channel.engine.lock:
+                self.exports.segments.refresh()
+
+    def slots(self) -> Slots:
+        """Those that have been offered."""
+        return self.exports.slots()
+
+    def new_ticket(self) -> tuple[Block, Ticket] | None:
+        """For one message; None where no shared memory is left."""
+        try:
+            block = self._tickets.pop()
+        except IndexError:
+            allocated = self._shared.arena.allocate(8 * ticket.WORDS)
+            if allocated is None:
+                return None
+            block = allocated
+        block.bytes()[:] = 0
+        return block, self._ticket(self.channel.rank, block.offset)
+
+    def give_back(self, block: Block) -> None:
+        """Nobody looks at this ticket any more."""
+        self._tickets.append(block)
+
+    def keep(self, block: Block) -> None:
+        """A receiver may look at this ticket for ever."""
+        self._shared.kept.append(block)
+
+    def _segments(self) -> Segments | None:
+        """Those of the device; None where no shared memory is left to tell of them."""
+        exports, shared = self.exports, self._shared
+        if exports.segments is None:
+            block = shared.arena.allocate(8 * ENTRIES)
+            if block is None:
+                return None
+            block.bytes()[:] = 0
+            shared.kept.append(block)
+            words = shared.words(self.channel.world_ranks[self.channel.rank], block.offset, ENTRIES)
+            exports.segments = Segments(exports.sharing, words, block.offset, shared.fence)
+        return exports.segments
+
+    def _offer(self) -> None:
+        """Put down where the slots are; some milliseconds, once in a process."""
+        channel, notices = self.channel, self._shared.notices
+        assert notices is not None
+        block = self._shared.allocate(8 * (_VERDICTS_AT + channel.size), f"GPU messages on {channel.where()}")
+        if block is None:
+            return
+        try:
+            export = self.slots().block
+            proof = slots.proof_of(export.handle)
+            room = bytes_at(self.device, export.address + slots.proof_at(), proof.nbytes)
+            self.exports.accelerator.copy_in(proof, room, 0).wait()
+        except DeviceFailed as error:
+            self.exports.say(self.device, error)
+            return
+        block.bytes()[:] = 0
+        line = self._shared.words(channel.world_ranks[channel.rank], block.offset, _VERDICTS_AT + channel.size)
+        line[:_VERDICTS_AT] = memoryview(export.handle).cast("q")
+        if notices.put(self._name, block.offset):
+            self._block, self._line = block, line
+
+    # ------------------------------------------------------------------ as receiver
+
+    def judge(self, member: int, device: Device) -> None:
+        """An array has come from a member through host memory: find out whether the next may come straight.
+
+        Not when this member is closing the communicator: others may have closed it, and taken their words back.
+        """
+        if self.channel.is_closed or device != self.device or member in self._judged or not self._is_neighbour(member):
+            return
+        channel, notices = self.channel, self._shared.notices
+        assert notices is not None
+        world_rank = channel.world_ranks[member]
+        offset = notices.find(world_rank, self._name)
+        if offset is None:
+            return
+        line = self._shared.words(world_rank, offset, _VERDICTS_AT + channel.size)
+        self._judged[member] = handle = line[:_VERDICTS_AT].tobytes()
+        verdict = Verdict.PROVEN
+        try:
+            self._check(handle, member)
+        except DeviceFailed as error:
+            self.exports.say(self.device, error)
+            verdict = Verdict.REFUSED
+        self._order()
+        line[_VERDICTS_AT + channel.rank] = verdict
+
+    def shown(self, member: int, place: wire.Place) -> Shown:
+        """What a member shows; it has been told that this one can take it."""
+        word = self._shared.words(self.channel.world_ranks[member], place.word, 1)
+        return Shown(self, member, place, self._ticket(member, place.ticket), word, self._judged[member])
+
+    def _check(self, handle: bytes, member: int) -> None:
+        """Raise DeviceFailed unless this leads to the member's slots."""
+        address = self.exports.block(handle) + slots.proof_at()
+        found = np.empty(slots.PROOF_BYTES, np.uint8)
+        self.exports.accelerator.copy_out(bytes_at(self.device, address, found.nbytes), 0, found).wait()
+        if not np.array_equal(found, slots.proof_of(handle)):
+            raise DeviceFailed(f"the memory of rank {member}, opened here, holds other values than there")
+
+    # ------------------------------------------------------------------ end
+
+    def close(self, together: bool) -> None:
+        """Nobody uses it any more; not together: others may, so what they see stays."""
+        self.refresh()
+        self.exports.openings.sweep()
+        if self._block is None:
+            return
+        assert self._shared.notices is not None
+        self._shared.notices.remove(self._name)
+        if not together:
+            self._shared.kept.append(self._block)
+        self._block = self._line = None
+
+    @property
+    def _name(self) -> str:
+        return f"{self.channel.name} messages"
+
+    def _is_neighbour(self, member: int) -> bool:
+        nodes, ranks = self.channel.engine.nodes, self.channel.world_ranks
+        return member != self.channel.rank and nodes[ranks[member]] == nodes[ranks[self.channel.rank]]
+
+    def _ticket(self, member: int, offset: int) -> Ticket:
+        words = self._shared.words(self.channel.world_ranks[member], offset, ticket.WORDS)
+        return Ticket(words, self._shared.fence)
+
+    def _order(self) -> None:
+        if self._shared.fence is not None:
+            self._shared.fence()
