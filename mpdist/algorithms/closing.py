@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,16 +54,21 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
     Args:
         node: None where there is none, or where it cannot be used.
     """
-    last = [_say_last(channel, peer) for peer in channel.addressed]
+    last = transport.together([_say_last(channel, peer) for peer in channel.addressed])
     told, heard = np.zeros((2, transport.size), np.uint8)
     told[list(channel.addressed)] = SAYS_LAST
     if node is not None:
         told |= HAS_NODE
     yield transport.iall_to_all(as_buffer(told), as_buffer(heard))
     senders = frozenset(np.flatnonzero(heard & SAYS_LAST).tolist())
-    yield Until(partial(channel.inbox.has_all_of, senders))
+
+    def has_all() -> bool:
+        last.Test()  # it may still be queued, behind an array that comes from a device
+        return channel.inbox.has_all_of(senders)
+
+    yield Until(has_all)
     channel.end_waiting("it was closed")
-    yield transport.together(last)
+    yield last
     yield Until(lambda: not any(isinstance(work, Receive) for work in channel.under_way()))
     yield from _drop_unclaimed(channel)
     yield Until(lambda: not channel.under_way())
@@ -74,7 +78,7 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
 
 
 def _say_last(channel: Channel, peer: int) -> Request:
-    return channel.transport.isend([b"", 0, channel.byte], peer, wire.wire_tag(0, wire.LAST))
+    return channel.isend([b"", 0, channel.byte], peer, wire.wire_tag(0, wire.LAST))
 
 
 def _drop_unclaimed(channel: Channel) -> Steps[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,18 @@ async def test_messages_keep_their_order_among_those_of_the_host(comm: Comm, gpu
             np.testing.assert_array_equal(found, np.full(count, 100 * src + number, np.float64))
         assert (await comm.recv_object(src, 5)).data == "the end"
         await asyncio.gather(*works)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_what_is_still_on_its_way_at_the_end_comes_before_it(comm: Comm, fake_gpu: Simulated) -> None:
+    fake_gpu.program.run(lambda: time.sleep(0.1))
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    async with comm.dup() as other:
+        sent = other.send(fake_gpu.array(np.full(3000, comm.rank)), after)
+        here = np.zeros(3000, np.int64)
+        received = other.recv(here, src=before)
+    await asyncio.gather(sent, received)
+    np.testing.assert_array_equal(here, np.full(3000, before))
 
 
 async def test_sendrecv_and_a_message_without_an_array(comm: Comm, gpu: Gpu) -> None:
