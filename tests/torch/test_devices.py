@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch_support import devices, simulated_torch, values
+from torch_support import again, devices, simulated_torch
+from torch_support.simulated_torch import late
+from torch_support.values import assert_same, numbers
 
 import mpdist
-from mpdist.comm import straight
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart]
 
 # What these ask of a process has nothing to do with devices.
 OTHERS = ("test_barrier_holds_until_the_last_rank_has_come", "test_objects")
 
-
-def _tests_of(name: str) -> dict[str, Any]:
-    """The tests of another module here."""
-    spec = importlib.util.spec_from_file_location(f"on_device_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {key: value for key, value in vars(module).items() if key.startswith("test_") and key not in OTHERS}
-
-
-globals().update(_tests_of("test_reductions") | _tests_of("test_moving"))
+HERE = Path(__file__).parent
+globals().update(again.tests_in(HERE / "test_reductions.py"))
+globals().update(again.tests_in(HERE / "test_moving.py", without=OTHERS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,18 +33,3 @@ def _simulated() -> None:
 def device(request: pytest.FixtureRequest, group: dist.ProcessGroup, world: mpdist.Communicator) -> Iterator[str]:
     with devices.opened(request.param, world) as name:
         yield name
-
-
-@pytest.mark.ranks(2, 3)
-def test_blocks_of_different_sizes_never_go_straight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one size do, when the ranks have found out that they can."""
-    for op in straight.IPC_FROM:
-        monkeypatch.setitem(straight.IPC_FROM, op, 0)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for _ in range(4):
-        even = values.placed(torch.ones(5, device="cpu"))
-        dist.all_reduce(even)
-        assert even.tolist() == [size] * 5
-        blocks = [torch.empty(other + 1) for other in range(size)]
-        dist.all_gather(blocks, values.placed(torch.full((rank + 1,), float(rank), device="cpu")))
-        assert [block.tolist() for block in blocks] == [[other] * (other + 1) for other in range(size)]

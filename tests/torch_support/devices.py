@@ -7,7 +7,7 @@ there before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,17 +22,18 @@ DEVICES = [simulated_torch.NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
-def opened(device: str, comm: mpdist.Communicator) -> Iterator[str]:
-    """New tensors are on the device, and those of `values` come late."""
+def opened(device: str, comm: mpdist.Communicator, *, is_default: bool = True) -> Iterator[str]:
+    """Tensors of `values` come late; new ones are on the device, too, where it is the default."""
     before = values.placed
+    default = torch.device(device) if is_default else nullcontext()
     if device == "cuda":
         values.placed = late_on_cuda
-        with torch.device(device):
+        with default:
             yield device
         torch.cuda.synchronize()
     else:
         values.placed = simulated_torch.late
-        with simulated_torch.opened(comm, seconds=0.0002), torch.device(device):
+        with simulated_torch.opened(comm, seconds=0.0002), default:
             yield device
     values.placed = before
 

@@ -25,7 +25,7 @@ def told(
         comm, process_group = None, comm
     if comm is not None and not isinstance(comm, Communicator):
         raise UsageError(
-            f"comm is {comm!r}; it must be a communicator or a process group. Leave device_ids out on the CPU"
+            f"comm is {comm!r}; it must be a communicator or a process group. Leave device_ids out, or give it by name on a GPU"
         )
     if device_mesh is not None:
         if process_group is not None:
