@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -120,14 +121,70 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
     assert "| 2/2 [" in errors
 
 
+GPU_NAMES = sorted(path.name for path in EXAMPLES.glob("gpu_*.py"))
+ON_GPU = ("train_digits.py", "train_digits_ddp.py", "torch_backend.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_gpu_example_prints_what_its_docstring_says(name: str) -> None:
+    for run in documented(name):
+        output, _ = run_job(name, run.ranks, *run.options)
+        assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_training_on_a_gpu_learns_as_on_the_cpu(name: str) -> None:
+    output, _ = run_job(name, 2, "--device", "cuda")
+    assert accuracy_in(output.splitlines()[-1]) >= 90
+
+
+@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
+def test_gpu_example_says_what_to_install_without_cupy(name: str) -> None:
+    options = ["--device", "cuda"] if name in ON_GPU else []
+    (line,) = failed_without("cupy", name, options).splitlines()
+    assert line.startswith(name)
+    assert "mpdist[cuda13]" in line
+
+
+@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
+def test_gpu_example_says_that_there_is_no_gpu(name: str) -> None:
+    """With a CuPy that finds no GPU."""
+    options = ["--device", "cuda"] if name in ON_GPU else []
+    pretended = (
+        "from types import ModuleType, SimpleNamespace as N\n"
+        "def count(): raise RuntimeError('cudaErrorNoDevice: no CUDA-capable device is detected')\n"
+        "cupy = ModuleType('cupy'); cupy.cuda = N(runtime=N(getDeviceCount=count)); sys.modules['cupy'] = cupy\n"
+    )
+    (line,) = failed_with(pretended, name, options).splitlines()
+    assert line.startswith(name)
+    assert "NVIDIA GPU" in line
+
+
+def failed_without(missing: str, name: str, options: list[str]) -> str:
+    """What an example writes to stderr where a package is missing."""
+    return failed_with(f"sys.modules[{missing!r}] = None", name, options)
+
+
+def failed_with(preparation: str, name: str, options: list[str]) -> str:
+    program = (
+        f"import runpy, sys\n{preparation}\nsys.argv = {[name, *options]!r}\n"
+        f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
 @pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
 def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
-    program = (
-        f"import runpy, sys; sys.modules[{missing!r}] = None; "
-        f"runpy.run_path({str(EXAMPLES / 'train_digits.py')!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=JOB_SECONDS)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    (line,) = failed_without(missing, "train_digits.py", []).splitlines()
     assert missing in line
     assert "pip install 'mpdist[examples]'" in line

@@ -43,10 +43,9 @@ def clip_grad_norm(
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
+    total: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
     if norms:
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type).cpu()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
     if norm_type == float("inf"):
         finish(comm.all_reduce(total, op="max"))
     else:

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 
-def tests_in(path: Path, names: Iterable[str] | None = None, without: Iterable[str] = ()) -> dict[str, Any]:
-    """The tests of the module there; those of these names only, where names are given."""
+def loaded_from(path: Path, without: Iterable[str] = ()) -> dict[str, Any]:
+    """The tests of the module there, but those of these names."""
     spec = importlib.util.spec_from_file_location(f"again_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = {key: value for key, value in vars(module).items() if key.startswith("test_")}
-    unknown = {*(names or ()), *without} - found.keys()
-    assert not unknown, f"{path.name} has no {unknown}"
-    wanted = found.keys() if names is None else set(names)
-    return {key: value for key, value in found.items() if key in wanted and key not in without}
+    assert found.keys() >= set(without), f"{path.name} has no {set(without) - found.keys()}"
+    return {key: value for key, value in found.items() if key not in without}

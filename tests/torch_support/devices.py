@@ -13,12 +13,26 @@ from typing import Any
 import pytest
 import torch
 from comm.devices import SPIN, SPIN_TICKS
+from ranks.plugin import GPU_DEVICE
 from torch import Tensor
 from torch_support import simulated_torch, values
 
 import mpdist
 
-DEVICES = [simulated_torch.NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
+# torch has one accelerator in a process: with the simulated one there is no other.
+HAS_GPU = GPU_DEVICE.exists()
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else [simulated_torch.NAME]
+
+
+def install() -> None:
+    """Make the simulated device known where it is tested."""
+    if not HAS_GPU:
+        simulated_torch.install()
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    """A module brought to the device."""
+    return module.cuda() if HAS_GPU else simulated_torch.moved_module(module)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from comm.devices import forget
 from memory.simulated import DEVICE, Simulated, SimulatedMark, simulated
 from memory.simulated import Stream as Queue
 from torch import Tensor
@@ -153,7 +154,8 @@ def _module() -> ModuleType:
     module = ModuleType(f"torch.{NAME}")
     answers = {
         "is_initialized": True, "is_available": True, "current_device": 0, "device_count": 1, "_is_in_bad_fork": False,
-        "manual_seed_all": None, "get_amp_supported_dtype": [torch.bfloat16, torch.float16], "set_device": None, "is_current_stream_capturing": False,
+        "manual_seed_all": None, "get_amp_supported_dtype": [torch.bfloat16, torch.float16], "set_device": None,
+        "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(module, name, lambda *_, answer=answer: answer)
@@ -372,13 +374,12 @@ def install() -> None:
 def opened(comm: mpdist.Communicator, **options: Any) -> Iterator[Gpu]:
     """A simulated GPU with its tensors."""
     global _gpu
-    engine = comm._channel.engine
-    engine.staging.clear()
+    forget(comm)
     _gpu = Gpu(**options)
     with simulated(device=_gpu):
         yield _gpu
     synchronize()
-    engine.staging.clear()
+    forget(comm)
     _gpu = Gpu(seconds=0.0)
 
 

@@ -60,5 +60,5 @@ def _as_device(given: Any, of: torch.device) -> torch.device:
 
 def brought(inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
     """The arguments of a forward, whose tensors are moved to the device, in whatever containers they are."""
-    moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)  # type: ignore[no-untyped-call]  # torch's
+    moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
     return moved_inputs[0], moved_kwargs[0]

@@ -60,9 +60,7 @@ def make_buckets(
     length = Notes.length(len(slots), comm.size)
     # A sparse gradient may come after the last bucket has started, a hook may change what is in it, and a device would
     # have to be waited for to read it.
-    last = slots[groups[-1][-1]].parameter if groups else None
-    has_room = last is not None and len(dense) == len(slots) and not is_hooked
-    has_room = has_room and last.is_cpu and last.dtype in NOTED_TYPES
+    has_room = len(dense) == len(slots) and not is_hooked and _holds_notes(slots[groups[-1][-1]].parameter)
     buckets = []
     for number, group in enumerate(groups):
         is_last = number == len(groups) - 1
@@ -71,3 +69,7 @@ def make_buckets(
         buckets[-1].number(number, is_last)
     own = None if has_room else empty(comm, length, torch.float32, torch.device("cpu"))
     return buckets, Notes(buckets[-1].tail if own is None else own, len(slots), comm.rank, comm.size), own
+
+
+def _holds_notes(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_cpu and parameter.dtype in NOTED_TYPES

@@ -52,4 +52,3 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         groups[-1].append(tensor)
         filled += tensor.numel() * tensor.itemsize
     return groups
-
