@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
+from mpdist.memory.buffer import TORCH_DEVICES
 from mpdist.torch.data_parallel.outputs import tensors_in
 from mpdist.torch.data_parallel.start import describe
 from mpdist.torch.data_parallel.waiting import hold
@@ -188,7 +189,7 @@ def _sampler(comm: Communicator, loader: Any) -> Iterator[str]:
 def _shared_devices(comm: Communicator, module: nn.Module) -> Iterator[str]:
     """Ranks of a node that use one device while others have nothing to do."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    index, count = (-1, 0) if device.type == "cpu" else (device.index, streams_of(device).device_count())
+    index, count = (device.index, streams_of(device).device_count()) if device.type in TORCH_DEVICES else (-1, 0)
     nodes = comm._channel.engine.nodes
     users: dict[tuple[int, int, int], list[int]] = {}
     pairs = zip(_gathered(comm, index), _gathered(comm, count), strict=True)
