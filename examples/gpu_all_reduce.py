@@ -28,4 +28,5 @@ async def main(world: mpdist.Communicator) -> None:
             print(f"mean over the ranks: {float(x[0])}, everywhere: {bool((x == x[0]).all())}")
 
 
-mpdist.run(main)
+if __name__ == "__main__":
+    mpdist.run(main)

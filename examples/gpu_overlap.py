@@ -80,4 +80,5 @@ async def main(world: mpdist.Communicator) -> None:
         await measure(world)
 
 
-mpdist.run(main)
+if __name__ == "__main__":
+    mpdist.run(main)

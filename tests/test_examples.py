@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from ranks.launch import mpiexec
+from ranks.plugin import GPU_DEVICE
 
 pytestmark = pytest.mark.job
 
@@ -46,10 +47,14 @@ def documented(name: str) -> list[Run]:
     return [run for _, run in runs]
 
 
-def run_job(name: str, ranks: int, *options: str) -> tuple[str, str]:
-    """What a job that ends well writes to stdout and stderr; one rank needs no launcher."""
+def run_job(name: str, ranks: int, *options: str, on: tuple[str, ...] = ()) -> tuple[str, str]:
+    """What a job that ends well writes to stdout and stderr; one rank needs no launcher.
+
+    Args:
+        on: the script that runs the example, if it does not run by itself.
+    """
     launcher = mpiexec(ranks) if ranks > 1 else []
-    command = [*launcher, sys.executable, str(EXAMPLES / name), *options]
+    command = [*launcher, sys.executable, *on, str(EXAMPLES / name), *options]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:
@@ -123,6 +128,7 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
 
 GPU_NAMES = sorted(path.name for path in EXAMPLES.glob("gpu_*.py"))
 ON_GPU = ("train_digits.py", "train_digits_ddp.py", "torch_backend.py")
+SIMULATED = (str(Path(__file__).parent / "torch_support" / "on_simulated_gpu.py"),)
 
 
 @pytest.mark.gpu
@@ -138,6 +144,20 @@ def test_gpu_example_prints_what_its_docstring_says(name: str) -> None:
 def test_training_on_a_gpu_learns_as_on_the_cpu(name: str) -> None:
     output, _ = run_job(name, 2, "--device", "cuda")
     assert accuracy_in(output.splitlines()[-1]) >= 90
+
+
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_gpu_example_prints_on_a_simulated_gpu_what_its_docstring_says(name: str) -> None:
+    for run in documented(name):
+        output, _ = run_job(name, run.ranks, *run.options, on=SIMULATED)
+        assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
+
+
+@pytest.mark.skipif(GPU_DEVICE.exists(), reason="torch has one kind of GPU in a process")
+@pytest.mark.parametrize("name", [pytest.param(each, marks=has_torch) for each in ON_GPU])
+def test_training_on_a_simulated_gpu_learns(name: str) -> None:
+    output, _ = run_job(name, 2, on=SIMULATED)
+    assert accuracy_in(output.splitlines()[-1]) >= 75  # after 2 epochs
 
 
 @pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
