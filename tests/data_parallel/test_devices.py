@@ -65,17 +65,29 @@ def test_buckets_are_on_the_device_and_nothing_waits_for_it_in_hooks(comm: Commu
         assert all(slot.view is slot.parameter.grad for slot in model.reducer.slots)
 
 
-def test_gradients_of_several_streams_are_waited_for(comm: Communicator, device: str) -> None:
+def test_gradients_of_several_streams_are_waited_for_and_their_streams_wait(comm: Communicator, device: str) -> None:
     module = torch.get_device_module(device)
     streams = Streams(torch.device(device, 0))
     side = module.Stream()
     with module.stream(side):
-        x = values.placed(torch.ones(1000, device="cpu"))
-        y = x + comm.rank
+        x = queued(comm.rank)
         streams.note()
-    streams.join()
-    comm.all_reduce(y).wait()  # follows the current stream, not that of the value
-    assert y.cpu().unique().tolist() == [comm.size + comm.size * (comm.size - 1) / 2]
+    with streams.joined():
+        work = comm.all_reduce(x)  # follows the current stream, not that of the value
+        y = queued(1)
+    with module.stream(side):
+        after = (y + 1).cpu()
+    work.wait()
+    assert x.cpu().unique().tolist() == [comm.size * (comm.size - 1) / 2]
+    assert after.unique().tolist() == [2]
+
+
+def queued(value: float) -> torch.Tensor:
+    """A tensor that gets its value after many kernels of the current stream."""
+    x = values.placed(torch.full((1000,), value - 20.0, device="cpu"))
+    for _ in range(20):
+        x = x + 1
+    return x
 
 
 def test_buffers_of_a_module_may_be_in_two_places(comm: Communicator, device: str) -> None:

@@ -241,8 +241,13 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         self._started += 1
-        if self.streams is not None:
-            self.streams.join()
+        if self.streams is None:
+            self._post(bucket)
+            return
+        with self.streams.joined():
+            self._post(bucket)
+
+    def _post(self, bucket: Bucket) -> None:
         if bucket.is_last() and self._own_notes is None:
             self._write_notes()
         if self.hook is not None:

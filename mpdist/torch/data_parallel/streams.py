@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +27,16 @@ class Streams:
         """A gradient was queued on this thread's stream."""
         self._seen.add(self._module.current_stream(self._device))
 
-    def join(self) -> None:
-        """Let this thread's stream wait for all gradients noted; the host does not."""
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What is queued in here on this thread's stream follows all gradients noted; the host waits for nothing.
+
+        What is queued later on their streams follows it: gradients that are freed in here may lend their memory to it.
+        """
         current = self._module.current_stream(self._device)
-        for stream in self._seen:
-            if stream != current:
-                current.wait_stream(stream)
+        others = [stream for stream in self._seen if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        yield
+        for stream in others:
+            stream.wait_stream(current)
