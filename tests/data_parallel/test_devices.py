@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch_support import again, devices, simulated_torch, values
 import mpdist.torch
 from mpdist import Communicator, UsageError
 from mpdist.torch import DistributedDataParallel
+from mpdist.torch.data_parallel import overlap
 from mpdist.torch.data_parallel.streams import Streams
 
 pytestmark = [
@@ -82,10 +84,33 @@ def test_gradients_of_several_streams_are_waited_for_and_their_streams_wait(comm
     assert after.unique().tolist() == [2]
 
 
+def test_gradients_that_come_in_several_streams_are_averaged(comm: Communicator, device: str) -> None:
+    module = torch.get_device_module(device)
+    side = module.Stream()
+    with wrapped(mlp(6, 30, 3), comm) as model, torch.no_grad():
+        with torch.enable_grad():  # makes the buckets
+            model(values.placed(pairs.inputs(comm, 0, (4, 6), torch.float64))).sum().backward()
+        reducer = model.reducer
+        reducer._open()
+        for number, slot in enumerate(reducer.slots):
+            is_late = number % 2 == 0
+            with module.stream(side) if is_late else nullcontext():
+                value = queued(comm.rank)[0] if is_late else float(comm.rank)
+                slot.parameter.grad = torch.zeros_like(slot.parameter) + value
+                reducer.ready(slot)
+        reducer._close()
+        assert [slot.parameter.grad.cpu().unique().tolist() for slot in reducer.slots] == [[(comm.size - 1) / 2]] * 4
+
+
+def test_a_thread_may_drive_the_reductions(comm: Communicator, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "is_thread_worth", lambda *_: True)
+    pairs.both(comm, lambda: mlp(200, 200, 3), options={"bucket_cap_mb": 1e-3}, shape=(4, 200), rtol=1e-11)
+
+
 def queued(value: float) -> torch.Tensor:
     """A tensor that gets its value after many kernels of the current stream."""
-    x = values.placed(torch.full((1000,), value - 20.0, device="cpu"))
-    for _ in range(20):
+    x = values.placed(torch.full((1000,), value - 60.0, device="cpu"))
+    for _ in range(60):
         x = x + 1
     return x
 
