@@ -202,7 +202,7 @@ def test_objects_and_barriers_need_no_device(group: dist.ProcessGroup, device: s
     everything: list[Any] = [None] * group.size()
     dist.all_gather_object(everything, {"rank": group.rank()})
     assert everything == [{"rank": each} for each in range(group.size())]
-    items = [torch.full((2,), 3.0)] if group.rank() == 0 else [None]
+    items = [torch.full((2,), 3.0, device="cpu")] if group.rank() == 0 else [None]
     dist.broadcast_object_list(items, 0)
     assert items[0] is not None
     assert items[0].tolist() == [3.0, 3.0]

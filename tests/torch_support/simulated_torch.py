@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import mpdist
 from mpdist.memory.buffer import TORCH_DEVICES, cuda
-from mpdist.torch import registration
+from mpdist.torch import registration, work
 
 NAME = "simgpu"
 
@@ -368,6 +368,8 @@ def install() -> None:
     _libraries.extend((library, forms))
     TORCH_DEVICES[NAME] = cuda
     registration.DEVICES.append(NAME)
+    # A Future that knows its devices asks the backend for streams, which one in Python cannot give.
+    work.devices_of = lambda tensors: []
 
 
 @contextmanager
