@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from ranks.launch import mpiexec
+from ranks.plugin import GPU_DEVICE
 
 pytestmark = pytest.mark.job
 
@@ -45,10 +47,14 @@ def documented(name: str) -> list[Run]:
     return [run for _, run in runs]
 
 
-def run_job(name: str, ranks: int, *options: str) -> tuple[str, str]:
-    """What a job that ends well writes to stdout and stderr; one rank needs no launcher."""
+def run_job(name: str, ranks: int, *options: str, on: tuple[str, ...] = ()) -> tuple[str, str]:
+    """What a job that ends well writes to stdout and stderr; one rank needs no launcher.
+
+    Args:
+        on: the script that runs the example, if it does not run by itself.
+    """
     launcher = mpiexec(ranks) if ranks > 1 else []
-    command = [*launcher, sys.executable, str(EXAMPLES / name), *options]
+    command = [*launcher, sys.executable, *on, str(EXAMPLES / name), *options]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:
@@ -120,14 +126,85 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
     assert "| 2/2 [" in errors
 
 
+GPU_NAMES = sorted(path.name for path in EXAMPLES.glob("gpu_*.py"))
+ON_GPU = ("train_digits.py", "train_digits_ddp.py", "torch_backend.py")
+SIMULATED = (str(Path(__file__).parent / "torch_support" / "on_simulated_gpu.py"),)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_gpu_example_prints_what_its_docstring_says(name: str) -> None:
+    for run in documented(name):
+        output, _ = run_job(name, run.ranks, *run.options)
+        assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_training_on_a_gpu_learns_as_on_the_cpu(name: str) -> None:
+    output, _ = run_job(name, 2, "--device", "cuda")
+    assert accuracy_in(output.splitlines()[-1]) >= 90
+
+
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_gpu_example_prints_on_a_simulated_gpu_what_its_docstring_says(name: str) -> None:
+    for run in documented(name):
+        output, _ = run_job(name, run.ranks, *run.options, on=SIMULATED)
+        assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
+
+
+@pytest.mark.skipif(GPU_DEVICE.exists(), reason="torch has one kind of GPU in a process")
+@pytest.mark.parametrize("name", [pytest.param(each, marks=has_torch) for each in ON_GPU])
+def test_training_on_a_simulated_gpu_learns(name: str) -> None:
+    output, _ = run_job(name, 2, on=SIMULATED)
+    assert accuracy_in(output.splitlines()[-1]) >= 75  # after 2 epochs
+
+
+@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
+def test_gpu_example_says_what_to_install_without_cupy(name: str) -> None:
+    options = ["--device", "cuda"] if name in ON_GPU else []
+    (line,) = failed_without("cupy", name, options).splitlines()
+    assert line.startswith(name)
+    assert "mpdist[cuda13]" in line
+
+
+@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
+def test_gpu_example_says_that_there_is_no_gpu(name: str) -> None:
+    """With a CuPy that finds no GPU."""
+    options = ["--device", "cuda"] if name in ON_GPU else []
+    pretended = (
+        "from types import ModuleType, SimpleNamespace as N\n"
+        "def count(): raise RuntimeError('cudaErrorNoDevice: no CUDA-capable device is detected')\n"
+        "cupy = ModuleType('cupy'); cupy.cuda = N(runtime=N(getDeviceCount=count)); sys.modules['cupy'] = cupy\n"
+    )
+    (line,) = failed_with(pretended, name, options).splitlines()
+    assert line.startswith(name)
+    assert "NVIDIA GPU" in line
+
+
+def failed_without(missing: str, name: str, options: list[str]) -> str:
+    """What an example writes to stderr where a package is missing."""
+    return failed_with(f"sys.modules[{missing!r}] = None", name, options)
+
+
+def failed_with(preparation: str, name: str, options: list[str]) -> str:
+    program = (
+        f"import runpy, sys\n{preparation}\nsys.argv = {[name, *options]!r}\n"
+        f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
 @pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
 def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
-    program = (
-        f"import runpy, sys; sys.modules[{missing!r}] = None; "
-        f"runpy.run_path({str(EXAMPLES / 'train_digits.py')!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=JOB_SECONDS)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    (line,) = failed_without(missing, "train_digits.py", []).splitlines()
     assert missing in line
     assert "pip install 'mpdist[examples]'" in line

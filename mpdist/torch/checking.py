@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
+from mpdist.memory.buffer import TORCH_DEVICES
 from mpdist.torch.data_parallel.outputs import tensors_in
 from mpdist.torch.data_parallel.start import describe
 from mpdist.torch.data_parallel.waiting import hold
+from mpdist.torch.devices import streams_of
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def check(model: nn.Module, batch: Any = None, *, loader: Any = None, comm: Comm
     findings.problems += _lengths(comm, loader)
     findings.hints += _same_data(comm, batch)
     findings.hints += _sampler(comm, loader)
+    findings.hints += _shared_devices(comm, module)
     return findings
 
 
@@ -181,6 +184,25 @@ def _sampler(comm: Communicator, loader: Any) -> Iterator[str]:
             "the DistributedSampler is in epoch 0, as it is if nobody sets it: call loader.sampler.set_epoch(epoch) at "
             "the start of each epoch, or all have the same order"
         )
+
+
+def _shared_devices(comm: Communicator, module: nn.Module) -> Iterator[str]:
+    """Ranks of a node that use one device while others have nothing to do."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    index, count = (device.index, streams_of(device).device_count()) if device.type in TORCH_DEVICES else (-1, 0)
+    nodes = comm._channel.engine.nodes
+    users: dict[tuple[int, int, int], list[int]] = {}
+    pairs = zip(_gathered(comm, index), _gathered(comm, count), strict=True)
+    for rank, (used, there) in enumerate(pairs):
+        if used >= 0:
+            users.setdefault((nodes[comm.ranks[rank]], used, there), []).append(rank)
+    for (node, used, there), ranks in users.items():
+        in_use = len({other for where, other, _ in users if where == node})
+        if len(ranks) > 1 and in_use < there:
+            yield (
+                f"{ranks_text(ranks)} use device {used} of their node, which has {there}, {in_use} in use: call "
+                f"torch.{device.type}.set_device(world.local_rank % {there}) before anything is put there"
+            )
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:

@@ -35,7 +35,7 @@ def clip_grad_norm(
         norm_type: 2, or infinity for the largest absolute value.
 
     Returns:
-        The norm before, the same on all ranks.
+        The norm before, the same on all ranks, on the CPU.
 
     Raises:
         RuntimeError: on all ranks, with `error_if_nonfinite`, if the norm is infinite or not a number.
@@ -43,7 +43,9 @@ def clip_grad_norm(
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+    total: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type).cpu()
     if norm_type == float("inf"):
         finish(comm.all_reduce(total, op="max"))
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpdist.torch import profiling
 from mpdist.torch.burial import bury
-from mpdist.torch.device_work import DeviceWork
+from mpdist.torch.device_work import CompleteThere, DeviceWork
 from mpdist.torch.errors import translated
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
@@ -227,4 +227,6 @@ class Group(dist.ProcessGroup):
             event = profiling.begin("all_reduce", [tensor], self._progress)
             if event is not None:
                 event.end()
-        return Complete([tensor]) if is_async(opts) else DONE
+        if not is_async(opts):
+            return DONE
+        return Complete([tensor]) if tensor.is_cpu else CompleteThere([tensor])

@@ -28,7 +28,7 @@ class Metrics:
 
     def __init__(self, comm: Communicator, *names: str) -> None:
         self._comm = comm
-        self._sums = dict.fromkeys(names, 0.0)
+        self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
         self._weight = 0.0
 
     def add(self, weight: float = 1.0, **values: object) -> None:
@@ -38,13 +38,12 @@ class Metrics:
         if not weight:  # the mean of no samples is not a number
             return
         for name, value in values.items():
-            number = value.detach() if isinstance(value, Tensor) else value
-            self._sums[name] += weight * float(number)  # type: ignore[arg-type]  # what has __float__
+            self._sums[name] = self._sums[name] + weight * _number(value)
         self._weight += weight
 
     def means(self) -> dict[str, float]:
         """Means over all samples of all ranks since the last call; not a number without samples. Collective."""
-        numbers = np.array([self._weight, *self._sums.values()])
+        numbers = np.array([self._weight, *map(float, self._sums.values())])
         finish(self._comm.all_reduce(numbers))
         weight, sums = numbers[0], numbers[1:]
         self._sums = dict.fromkeys(self._sums, 0.0)
@@ -53,3 +52,12 @@ class Metrics:
             name: float(total / weight) if weight else float("nan")
             for name, total in zip(self._sums, sums, strict=True)
         }
+
+
+def _number(value: object) -> float | Tensor:
+    """A number; of a device a tensor, so that nobody waits for the device before the numbers are needed."""
+    if not isinstance(value, Tensor):
+        return float(value)  # type: ignore[arg-type]  # what has __float__
+    if value.is_cpu:
+        return float(value.detach())
+    return value.detach().double().reshape(())

@@ -1,4 +1,4 @@
-"""SyncBatchNorm for CPU: batch normalisation over the batches of all ranks.
+"""SyncBatchNorm: batch normalisation over the batches of all ranks, on the CPU and on a GPU.
 
 torch's own needs a GPU, and DDP refuses its class and what derives from it on a CPU. This one normalises by count,
 sum and sum of squares of all ranks; batches may differ in size, and may be empty on some ranks.

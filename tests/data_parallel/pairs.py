@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+from torch_support import values
 
 import mpdist
 from mpdist.torch import DistributedDataParallel
+
+# What brings our module to where it is; tests of a device set it, and `values.placed`.
+placed: Callable[[nn.Module], nn.Module] = lambda module: module  # noqa: E731
 
 Step = Callable[[Any, torch.optim.Optimizer, Tensor, int], None]
 
@@ -28,7 +32,7 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, number: 
 def inputs(comm: mpdist.Communicator, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """This rank's batch of a step; other values on each rank."""
     generator = torch.Generator().manual_seed(1000 * number + comm.rank)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def train(
@@ -45,7 +49,8 @@ def train(
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
     for number in range(steps):
-        step(model, made, inputs(comm, number, shape, dtype), number)
+        x = inputs(comm, number, shape, dtype)
+        step(model, made, values.placed(x) if isinstance(model, DistributedDataParallel) else x, number)
     return [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
 
 
@@ -75,12 +80,15 @@ def both(
 
 def assert_equal(got: list[Tensor], expected: list[Tensor], rtol: float = 1e-12) -> None:
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=rtol, atol=rtol)
 
 
 @contextmanager
 def wrapped(module: nn.Module, comm: mpdist.Communicator, **options: Any) -> Iterator[DistributedDataParallel]:
     """Our wrapper, closed at the end."""
+    module = placed(module)
+    if not next(module.parameters()).is_cpu:
+        options = {"device_ids": [0], **options}  # forward moves its inputs there
     model = DistributedDataParallel(module, comm, **options)
     try:
         yield model

@@ -7,32 +7,47 @@ there before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from comm.devices import SPIN, SPIN_TICKS
+from ranks.plugin import GPU_DEVICE
 from torch import Tensor
 from torch_support import simulated_torch, values
 
 import mpdist
 
-DEVICES = [simulated_torch.NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
+# torch has one accelerator in a process: with the simulated one there is no other.
+HAS_GPU = GPU_DEVICE.exists()
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else [simulated_torch.NAME]
+
+
+def install() -> None:
+    """Make the simulated device known where it is tested."""
+    if not HAS_GPU:
+        simulated_torch.install()
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    """A module brought to the device."""
+    return module.cuda() if HAS_GPU else simulated_torch.moved_module(module)
 
 
 @contextmanager
-def opened(device: str, comm: mpdist.Communicator) -> Iterator[str]:
-    """New tensors are on the device, and those of `values` come late."""
+def opened(device: str, comm: mpdist.Communicator, *, is_default: bool = True) -> Iterator[str]:
+    """Tensors of `values` come late; new ones are on the device, too, where it is the default."""
     before = values.placed
+    default = torch.device(device) if is_default else nullcontext()
     if device == "cuda":
         values.placed = late_on_cuda
-        with torch.device(device):
+        with default:
             yield device
         torch.cuda.synchronize()
     else:
         values.placed = simulated_torch.late
-        with simulated_torch.opened(comm, seconds=0.0002), torch.device(device):
+        with simulated_torch.opened(comm, seconds=0.0002), default:
             yield device
     values.placed = before
 

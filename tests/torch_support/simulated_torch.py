@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import mpdist
 from mpdist.memory.buffer import TORCH_DEVICES, cuda
-from mpdist.torch import registration
+from mpdist.torch import registration, work
 
 NAME = "simgpu"
 
@@ -38,8 +38,8 @@ ON_CPU, ON_DEVICE = 1, 12
 
 COPIES = ("aten::_copy_from", "aten::_copy_from_and_resize")
 
-# Of tensors only, so neither meta nor schema tells that a value is asked for.
-VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+# What neither meta nor schema tells: that a value is asked for, or that the result is sparse.
+AT_ONCE = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::_embedding_bag_backward")
 
 # Of sparse tensors: their parts, which the CPU's kernels only put together.
 SPARSE_FORMS = (
@@ -154,7 +154,8 @@ def _module() -> ModuleType:
     module = ModuleType(f"torch.{NAME}")
     answers = {
         "is_initialized": True, "is_available": True, "current_device": 0, "device_count": 1, "_is_in_bad_fork": False,
-        "manual_seed_all": None, "set_device": None, "is_current_stream_capturing": False,
+        "manual_seed_all": None, "get_amp_supported_dtype": [torch.bfloat16, torch.float16], "set_device": None,
+        "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(module, name, lambda *_, answer=answer: answer)
@@ -189,11 +190,18 @@ def kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     if not any(map(is_there, tree_leaves((args, kwargs)))):
         return _made(op, args, kwargs)
-    outputs = None if name in VALUES else _outputs(op, args, kwargs)
+    if any(map(is_number_for_tensor, args, op._schema.arguments)):
+        op = op.overloadpacket
+    outputs = None if name in AT_ONCE else _outputs(op, args, kwargs)
     if outputs is None:
         return _at_once(op, args, kwargs)
     _queue(op, args, kwargs, outputs)
     return outputs
+
+
+def is_number_for_tensor(x: Any, argument: Any) -> bool:
+    """Whether a number has become Python's on the way, and fits another form of the operation only."""
+    return isinstance(x, bool | int | float | complex) and isinstance(argument.type, torch.TensorType)
 
 
 def _made(op: Any, args: Any, kwargs: Any) -> Tensor:
@@ -261,7 +269,7 @@ def _queue(op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
     def compute() -> None:
         found = [x for x in tree_leaves(op(*given[0], **given[1])) if isinstance(x, Tensor)]
         for value, target in zip(found, targets, strict=True):
-            if target is not None:
+            if target is not None and value.shape == target.shape:  # some by-products have another on the CPU
                 target.copy_(value)
 
     _run(compute)
@@ -288,7 +296,7 @@ def _at_once(op: Any, args: Any, kwargs: Any) -> Any:
 
     kept: list[Tensor] = []
     found = op(*tree_map(here, args), **_without_device(tree_map(here, kwargs), "cpu"))
-    return tree_map(lambda x: mine.get(id(x), moved(x, ON_DEVICE)) if isinstance(x, Tensor) else x, found)
+    return tree_map(lambda x: mine[id(x)] if id(x) in mine else _there(x), found)
 
 
 def sparse_form(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +312,7 @@ def sparse_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     synchronize()
     here = {"device": "cpu"} if kwargs.get("device") is not None else {}
     found = op(*tree_map(_sparse_on_cpu, args), **tree_map(_sparse_on_cpu, kwargs) | here)
-    return tree_map(_sparse_there, found)
+    return tree_map(_there, found)
 
 
 def _sparse_on_cpu(x: Any) -> Any:
@@ -314,7 +322,7 @@ def _sparse_on_cpu(x: Any) -> Any:
     return made._coalesced_(x.is_coalesced())
 
 
-def _sparse_there(x: Any) -> Any:
+def _there(x: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_sparse:
         return moved(x, ON_DEVICE) if isinstance(x, Tensor) else x
     made = torch.sparse_coo_tensor(moved(x._indices(), ON_DEVICE), moved(x._values(), ON_DEVICE), x.shape)
@@ -360,6 +368,8 @@ def install() -> None:
     _libraries.extend((library, forms))
     TORCH_DEVICES[NAME] = cuda
     registration.DEVICES.append(NAME)
+    # A Future that knows its devices asks the backend for streams, which one in Python cannot give.
+    work.devices_of = lambda tensors: []
 
 
 @contextmanager
@@ -373,6 +383,15 @@ def opened(comm: mpdist.Communicator, **options: Any) -> Iterator[Gpu]:
     synchronize()
     forget(comm)
     _gpu = Gpu(seconds=0.0)
+
+
+def moved_module(module: torch.nn.Module) -> torch.nn.Module:
+    """A module brought there; parameters that it shares stay shared, as with CUDA."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(NAME)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def late(values: Tensor | Sequence[Any], **options: Any) -> Tensor:

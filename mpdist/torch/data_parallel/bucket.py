@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mpdist.progress import Work
     from mpdist.torch.data_parallel.slot import Slot
 
-# From this number of elements on a gradient is copied by its own hook, while it is in the cache.
+# From this number of elements on a gradient is copied by its own hook, while it is in the cache; on a device one call
+# copies all.
 LARGE_COUNT = 32 * 1024
 
 # Gradients begin on cache lines.
@@ -60,14 +61,18 @@ class Bucket:
             starts.append(-(-(starts[-1] + parameter.numel()) // unit) * unit)
         # A hook may resize what it gets (batched PowerSGD does), which only torch's own memory can.
         count = starts[-1] + tail
-        self.flat = torch.empty(count, dtype=self.dtype) if is_hooked else empty(comm, count, self.dtype)
+        device = parameters[0].device
+        if is_hooked:
+            self.flat = torch.empty(count, dtype=self.dtype, device=device)
+        else:
+            self.flat = empty(comm, count, self.dtype, device)
         self.flat.zero_()  # the gaps
         self._gradients = self.flat if is_hooked else self.flat[: starts[-1]]
         self.tail = self.flat[starts[-1] :]
         for slot, start in zip(slots, starts, strict=False):
             slot.bucket = self
             slot.view = _view(self.flat, start, slot.parameter)
-            slot.is_large = slot.parameter.numel() >= LARGE_COUNT
+            slot.is_large = slot.parameter.is_cpu and slot.parameter.numel() >= LARGE_COUNT
         self.nbytes = self.flat.numel() * self.flat.itemsize
         self.missing = len(self.slots)
         self.work: Work[Any] | None = None
@@ -198,8 +203,10 @@ class Bucket:
         return f"<Bucket {self._index} of {len(self.slots)} gradients, {self.nbytes} bytes, {state}>"
 
 
-def empty(comm: Communicator, count: int, dtype: torch.dtype) -> Tensor:
+def empty(comm: Communicator, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A 1-D tensor in memory that communicates best."""
+    if device.type != "cpu":
+        return torch.empty(count, dtype=dtype, device=device)
     if dtype is torch.bfloat16:
         return torch.from_numpy(comm.empty(count, np.int16)).view(dtype)
     return torch.from_numpy(comm.empty(count, str(dtype).removeprefix("torch.")))

@@ -20,21 +20,44 @@ ALIGNED_BYTES = 16
 
 
 class Buffers:
-    """A list of buffers, and the memory in which they travel."""
+    """A list of buffers, and the messages in which they travel: one for each device."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._tensors: list[Tensor] = []
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._messages: list[Message] = []
 
     def broadcast(self, tensors: Sequence[Tensor], src: int) -> None:
         """Give all ranks the buffers of rank `src`; `tensors` are read anew, as a buffer may have been reassigned."""
         if not tensors:
             return
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._lay_out(tensors)
-        assert self._flat is not None
+            self._tensors = list(tensors)
+            devices = dict.fromkeys(tensor.device for tensor in tensors)
+            self._messages = [Message(self._comm, [x for x in tensors if x.device == device]) for device in devices]
+        for message in self._messages:
+            message.broadcast(src)
+
+
+class Message:
+    """Buffers on one device, and the memory in which they travel."""
+
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor]) -> None:
+        self._comm = comm
+        self._tensors = list(tensors)
+        starts = [0]
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            starts.append(-(-(starts[-1] + nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES)
+        flat = empty(comm, starts[-1], torch.uint8, tensors[0].device)
+        self._flat = flat
+        self._views = [
+            flat[start : start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, starts, strict=False)
+        ]
+
+    def broadcast(self, src: int) -> None:
+        """Give all ranks those of rank `src`."""
         # Backward may still need the values from before; it is torch's own way to leave them to chance here.
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._tensors)):
             if self._comm.rank == src:
@@ -42,16 +65,3 @@ class Buffers:
             finish(self._comm.broadcast(self._flat, src=src))
             if self._comm.rank != src:
                 torch._foreach_copy_(self._tensors, self._views)
-
-    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
-        starts = [0]
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.itemsize
-            starts.append(-(-(starts[-1] + nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES)
-        flat = empty(self._comm, starts[-1], torch.uint8)
-        self._views = [
-            flat[start : start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
-            for tensor, start in zip(tensors, starts, strict=False)
-        ]
-        self._tensors = list(tensors)
-        self._flat = flat

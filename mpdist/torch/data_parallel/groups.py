@@ -25,7 +25,8 @@ def told(
         comm, process_group = None, comm
     if comm is not None and not isinstance(comm, Communicator):
         raise UsageError(
-            f"comm is {comm!r}; it must be a communicator or a process group. Leave device_ids out on the CPU"
+            f"comm is {comm!r}; it must be a communicator or a process group. Leave device_ids out, or on a GPU give "
+            "it by name"
         )
     if device_mesh is not None:
         if process_group is not None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import UsageError
 from mpdist.gradients.buckets import BUCKET_BYTES
-from mpdist.torch.data_parallel import options, start
+from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers
 from mpdist.torch.data_parallel.ending import is_in_backward
@@ -80,7 +80,7 @@ class DistributedDataParallel(TorchDataParallel):
         """Wrap a module; collective over the ranks of `comm`.
 
         Args:
-            module: on the CPU, with the same parameters in the same order on all ranks.
+            module: on the CPU or a GPU, with the same parameters in the same order on all ranks.
             comm: missing: that of `process_group`, or of torch's default group, or the world's.
             broadcast_buffers: at the start and before each forward all ranks get the buffers of rank 0.
             init_sync: compare parameters between ranks, and give all ranks those of rank 0.
@@ -90,19 +90,18 @@ class DistributedDataParallel(TorchDataParallel):
             gradient_as_bucket_view: False: gradients are copied out of the buckets, into the tensors that they were.
             static_graph: each backward uses the same parameters in the same way; allows reentrant checkpoints that
                 share parameters.
-            device_ids, output_device: None, as on the CPU.
+            device_ids: None, or on a GPU a list of the module's: then forward moves its inputs there.
+            output_device: None, or the same.
             device_mesh: of one dimension, in place of `process_group`.
             forward_sync_buffers: in place of `broadcast_buffers`, for forwards; the start gives buffers in any case.
             others: further options of torch's class, where they change nothing.
 
         Raises:
             CollectiveMismatch: parameters differ between ranks; it names them.
-            UsageError: nothing to train; several devices; an option that makes no sense on the CPU.
+            UsageError: nothing to train; several devices; an option that makes no sense where the module is.
         """
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        if device_ids or output_device is not None:
-            raise UsageError(f"device_ids={device_ids!r}, output_device={output_device!r}: leave them out on the CPU")
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive")
         options.check(others)
@@ -110,6 +109,7 @@ class DistributedDataParallel(TorchDataParallel):
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self.device = _checked(named)
+        self.device_ids = placing.check_ids(self.device, device_ids, output_device)
         self.parameters_to_ignore = ignored
         self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator
         self.comm = own_communicator(comm, process_group)
@@ -123,7 +123,7 @@ class DistributedDataParallel(TorchDataParallel):
         self.bucket_bytes_cap = max(bucket_bytes, FIRST_BUCKET_BYTES)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.device_type = self.device.type
-        self.device_ids = self.output_device = self.mixed_precision = self.logger = None
+        self.output_device = self.mixed_precision = self.logger = None
         self.dim = 0
         self._buffers_sync = Buffers(self.comm)
         self._roll = Roll(self.comm)
@@ -158,6 +158,8 @@ class DistributedDataParallel(TorchDataParallel):
         """The wrapped module's forward."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._prepare(averages)
+        if self.device_ids:
+            inputs, kwargs = placing.brought(inputs, kwargs, self.device)
         with self._inside_ddp_forward():
             output = self.module(*inputs, **kwargs)
         self._expect(averages, output)
@@ -325,10 +327,7 @@ def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
     for name, parameter in named:
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UsageError(f"{name} is not initialised yet: run a forward of the module before it is wrapped")
-    device = start.check_device(named)
-    if device.type != "cpu":
-        raise UsageError(f"the module is on {device}; DistributedDataParallel averages on the CPU: module.to('cpu')")
-    return device
+    return placing.device_of(named)
 
 
 def _let_go(reducer: Reducer, comm: Communicator) -> None:

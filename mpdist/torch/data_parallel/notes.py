@@ -38,7 +38,7 @@ class Notes:
         room.zero_()
         room[: self._count].fill_(1.0)
         if unused:
-            room[torch.tensor(unused)] = 0.0
+            room[torch.tensor(unused, device="cpu")] = 0.0
         if self._size <= TIMED_RANKS:
             room[self._count + self._rank] = seconds
         room[-1] = forwards

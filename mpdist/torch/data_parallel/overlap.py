@@ -28,7 +28,7 @@ class Overlap:
         has_thread: a thread drives during backward; else the caller does, now and then.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
         engine = comm._channel.engine
         self._engine = engine
         self._progress = Progress(engine)
@@ -36,7 +36,7 @@ class Overlap:
         self.has_thread = (
             comm.size > 1
             and engine.is_threaded
-            and is_thread_worth(nodes, len(os.sched_getaffinity(0)), comm.local_size, torch.get_num_threads())
+            and is_thread_worth(nodes, len(os.sched_getaffinity(0)), comm.local_size, computing_threads(device))
         )
 
     def started(self) -> None:
@@ -59,6 +59,11 @@ class Overlap:
     def stop(self) -> None:
         """End the thread."""
         self._progress.stop()
+
+
+def computing_threads(device: torch.device) -> int:
+    """Threads of a rank that backward keeps busy; that of a device only queues kernels."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def is_thread_worth(nodes: int, cores: int, local_ranks: int, threads: int) -> bool:

@@ -58,13 +58,18 @@ def make_buckets(
     sizes = [slot.parameter.numel() * slot.parameter.itemsize for slot in slots]
     groups = assign_buckets(sizes, [slot.parameter.dtype for slot in slots], dense, bucket_bytes)
     length = Notes.length(len(slots), comm.size)
-    # A sparse gradient may come after the last bucket has started, and a hook may change what is in it.
-    has_room = len(dense) == len(slots) and not is_hooked and slots[groups[-1][-1]].parameter.dtype in NOTED_TYPES
+    # A sparse gradient may come after the last bucket has started, a hook may change what is in it, and a device would
+    # have to be waited for to read it.
+    has_room = len(dense) == len(slots) and not is_hooked and _holds_notes(slots[groups[-1][-1]].parameter)
     buckets = []
     for number, group in enumerate(groups):
         is_last = number == len(groups) - 1
         tail = length if is_last and has_room else 0
         buckets.append(make(comm, [slots[index] for index in group], tail, is_hooked))
         buckets[-1].number(number, is_last)
-    own = None if has_room else empty(comm, length, torch.float32)
+    own = None if has_room else empty(comm, length, torch.float32, torch.device("cpu"))
     return buckets, Notes(buckets[-1].tail if own is None else own, len(slots), comm.rank, comm.size), own
+
+
+def _holds_notes(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_cpu and parameter.dtype in NOTED_TYPES

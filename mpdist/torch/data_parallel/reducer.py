@@ -28,6 +28,7 @@ from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.data_parallel.overlap import Overlap
 from mpdist.torch.data_parallel.slot import Slot
 from mpdist.torch.data_parallel.statistics import Clock
+from mpdist.torch.data_parallel.streams import Streams
 from mpdist.torch.data_parallel.unused import Unused
 from mpdist.torch.data_parallel.waiting import hold
 from mpdist.torch.waiting import finish
@@ -52,6 +53,7 @@ class Reducer:
         contributors: ranks that still have inputs.
         divisor: what the sum of gradients is divided by.
         clock: times of this step and of earlier ones.
+        streams: in which gradients come; None on the CPU.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Reducer:
         self.contributors = comm.size
         self.divisor = float(comm.size)
         self.clock = Clock(comm.rank, comm.size)
-        self.overlap = Overlap(comm)
+        device = parameters[0][1].device
+        self.overlap = Overlap(comm, device)
+        self.streams = None if device.type == "cpu" else Streams(device)
         self.hook: tuple[Hook, object] | None = None
         self.broken = ""
         self.before_start: Callable[[], None] | None = None
@@ -187,6 +191,8 @@ class Reducer:
         self._is_closing = False
         self._started = 0
         self._seen.clear()
+        if self.streams is not None:
+            self.streams.begin()
         for slot in self.slots:
             slot.fired = 0
         for bucket in self.buckets or ():
@@ -204,6 +210,8 @@ class Reducer:
                 return  # no_sync(): gradients only accumulate
             self._begin_with(slot)
         slot.fired += 1
+        if self.streams is not None:
+            self.streams.note()
         if self.buckets is None:
             self._seen.append(slot.index)
             if slot.fired > 1 and not self.unused.is_static:
@@ -233,6 +241,13 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         self._started += 1
+        if self.streams is None:
+            self._post(bucket)
+            return
+        with self.streams.joined():
+            self._post(bucket)
+
+    def _post(self, bucket: Bucket) -> None:
         if bucket.is_last() and self._own_notes is None:
             self._write_notes()
         if self.hook is not None:
@@ -395,7 +410,7 @@ class Reducer:
         future = bucket.future
         assert future is not None
         self.comm._channel.engine.drive_while(lambda: not future.done())
-        bucket.take(future.value())
+        bucket.take(future.wait())  # done; on a device this thread's stream comes after it
         bucket.done_at = perf_counter()
 
     def remove_hooks(self) -> None:

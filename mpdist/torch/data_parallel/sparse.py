@@ -34,7 +34,7 @@ def average(comm: Communicator, slot: Slot, divisor: float, is_absent: bool) -> 
             "say sparse=False if it is used elsewhere too"
         )
     if gradient is None:
-        indices = torch.empty((1, 0), dtype=torch.int64)
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty((0, *parameter.shape[1:]))
     else:
         gradient = gradient.coalesce()

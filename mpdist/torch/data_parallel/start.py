@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpdist.errors import UsageError
 from mpdist.gradients.agreement import check_descriptions
 from mpdist.torch.data_parallel.buffers import Buffers
 from mpdist.torch.data_parallel.waiting import hold
@@ -28,10 +27,11 @@ def compare(comm: Communicator, what: str, tensors: Named) -> None:
 
 
 def describe(name: str, tensor: Tensor) -> str:
-    """`fc.weight float32 (10, 64)`; strides only where they are unusual."""
+    """`fc.weight float32 (10, 64)`; strides and device only where they are unusual."""
     strides = "" if tensor.is_contiguous() else f" strides {tuple(tensor.stride())}"
     frozen = " frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
-    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}{frozen}"
+    where = "" if tensor.is_cpu else f" on {tensor.device.type}"
+    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}{where}{frozen}"
 
 
 def broadcast(comm: Communicator, tensors: Sequence[Tensor], src: int) -> None:
@@ -52,14 +52,3 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         groups[-1].append(tensor)
         filled += tensor.numel() * tensor.itemsize
     return groups
-
-
-def check_device(named: Named) -> torch.device:
-    """The one device of all tensors; raises UsageError where there are several."""
-    devices: dict[torch.device, str] = {}
-    for name, tensor in named:
-        devices.setdefault(tensor.device, name)
-    if len(devices) > 1:
-        listed = "; ".join(f"{name} is on {device}" for device, name in devices.items())
-        raise UsageError(f"the module's parameters are on several devices: {listed}; move it to one")
-    return next(iter(devices))
