@@ -78,7 +78,8 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
 
 
 def _say_last(channel: Channel, peer: int) -> Request:
-    return channel.isend([b"", 0, channel.byte], peer, wire.wire_tag(0, wire.LAST))
+    isend = channel.transport.isend if channel.outbox is None else channel.outbox.isend  # the channel's own may refuse
+    return isend([b"", 0, channel.byte], peer, wire.wire_tag(0, wire.LAST))
 
 
 def _drop_unclaimed(channel: Channel) -> Steps[None]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LEGACY_DEFAULT = 1
 
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+_SUCCESS, _NOT_READY = 0, 600  # cudaError_t
 
 
 class _Attended(threading.local):
@@ -85,7 +86,7 @@ class Cuda:
         with self.active():
             event = self._reached(x.owner)
             if event is not None:
-                return CudaMark(event, self.runtime.CUDARuntimeError)
+                return CudaMark(event, self.runtime)
             self._ask(x.owner, self._out)
             return self.mark(self._out)
 
@@ -162,7 +163,7 @@ class Cuda:
         with self.active():
             event = self._event()
             event.record(stream)
-        return CudaMark(event, self.runtime.CUDARuntimeError)
+        return CudaMark(event, self.runtime)
 
     def sharing(self) -> CudaSharing:
         """See Accelerator."""
@@ -179,7 +180,7 @@ class Cuda:
     @contextlib.contextmanager
     def active(self, *others: type[Exception]) -> Iterator[None]:
         """The device is the present one; its errors, and `others`, are DeviceFailed."""
-        with self._device, failures((*self._failure, *others)):
+        with failures((*self._failure, *others)), self._device:
             yield
 
     def pin(self, memory: Array) -> bool:
@@ -201,18 +202,22 @@ class Cuda:
 class CudaMark:
     """A recorded event."""
 
-    __slots__ = ("_event", "_failure")
+    __slots__ = ("_event", "_runtime")
 
-    def __init__(self, event: Any, failure: type[Exception]) -> None:
+    def __init__(self, event: Any, runtime: Any) -> None:
         self._event = event
-        self._failure = failure
+        self._runtime = runtime
 
     def Test(self) -> bool:
-        with failures(self._failure):
-            return bool(self._event.done)
+        failure = self._runtime.CUDARuntimeError
+        with failures(failure):
+            status = self._runtime.eventQuery(self._event.ptr)  # Event.done takes an error for "not yet"
+            if status not in (_SUCCESS, _NOT_READY):
+                raise failure(status)
+        return bool(status == _SUCCESS)
 
     def wait(self) -> None:
-        with failures(self._failure):
+        with failures(self._runtime.CUDARuntimeError):
             self._event.synchronize()
 
 

@@ -64,8 +64,7 @@ class Openings:
     def leave(self, opening: Opening) -> None:
         """A message has been copied from it."""
         opening.users -= 1
-        if opening.is_stale:
-            self.sweep()
+        self.sweep()
 
     def sweep(self) -> None:
         """Close what its owner does not show any more, unless something is still copied from it."""

@@ -288,8 +288,7 @@ class Channel:
             self.devices.close(together)
             self.devices = None
         if self.showing is not None:
-            self.showing.close(together)
-            self.showing = None
+            self.showing.close(together)  # and stays: what is still pending may take what others show
         if together and not self.unfinished():
             self.transport.free()
         self.refuse(why)

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import DeviceFailed
+from mpdist.progress import wire
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Mark
@@ -53,11 +54,12 @@ class Outbox:
                 first = queue[0]
                 if isinstance(first, Held):
                     first.begin(self._isend)
-                    self._channel.ring(first.dst)
                 elif not self._has_come(first):
                     return
                 if queue:
                     queue.popleft()
+                if isinstance(first, Held):
+                    self._channel.ring(first.dst)
             if self._channel.isend == self.isend:
                 self._channel.isend = self._isend
 
@@ -66,7 +68,9 @@ class Outbox:
             return mark.Test()
         except DeviceFailed as error:
             for each in self._queue:
-                if isinstance(each, Held):
+                if isinstance(each, Held) and each.is_last:
+                    each.begin(self._isend)
+                elif isinstance(each, Held):
                     each.error = error
             self._queue.clear()
             self._channel.give_up(f"the data of a message could not be had: {error}")
@@ -88,8 +92,14 @@ class Held:
         self._request: Request | None = None
 
     def begin(self, isend: Any) -> None:
-        """Its turn has come."""
-        self._request = isend(self._spec, self.dst, self._wire_tag)
+        """Its turn has come. Once: whoever does it may be interrupted afterwards, and look again."""
+        if self._request is None:
+            self._request = isend(self._spec, self.dst, self._wire_tag)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it says that nothing more comes: true also of messages that were given up."""
+        return self._wire_tag & wire.CODE_MASK == wire.LAST
 
     def Test(self) -> bool:
         if not self._is_looked_at:  # by whoever posts it: what goes wrong is for the Work to say

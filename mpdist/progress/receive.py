@@ -214,6 +214,8 @@ class Receive(Wrapped[Message]):
 
     def _broke(self, error: BaseException) -> None:
         self._steps = self._request = None
+        if self._incoming is not None and self._incoming.shown is not None:
+            self._incoming.shown.drop()  # again, where its program was interrupted in that
         if self._given_up:
             self._lose(f"{type(error).__name__}: {error}")
         if self._done:

@@ -86,3 +86,13 @@ async def test_only_members_that_have_spoken_are_heard_of(comm: Communicator) ->
     assert part._channel.addressed == ({part.size - 1} if part.rank == 0 < part.size - 1 else set())
     await part.close()
     assert part._channel.inbox._all_came_of == ({0} if part.rank == part.size - 1 > 0 else set())
+
+
+async def test_a_close_that_waits_for_a_collective_says_its_last_too(comm: Communicator) -> None:
+    """When its turn comes, nothing may be posted any more."""
+    async with comm.dup() as part:
+        sent = part.send(np.ones(4), after(part))
+        await part.recv()
+        await sent
+        work = part.all_gather_object({"rank": part.rank})
+    assert await work == [{"rank": rank} for rank in range(comm.size)]

@@ -13,7 +13,7 @@ from memory.simulated import Simulated
 
 import mpdist
 from mpdist.comm import straight
-from mpdist.memory import slots
+from mpdist.memory import openings, slots
 from mpdist.memory.segments import ENTRIES
 from mpdist.memory.slots import PROOF_BYTES
 from mpdist.progress.shown import showing, taking
@@ -499,3 +499,49 @@ async def test_a_device_that_fails_under_the_receiver_fails_it_alone(
             await receive
         fake_gpu.fails = None
         assert (await comm.recv(src=0)).count == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+def test_an_interruption_at_the_end_of_a_message_loses_nobody(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """A signal's handler may run in any call; the other side must not wait for what that has left undone."""
+    home = "pooled" if who == "receiver" else "own"
+    for _ in range(2):  # these meet, and those that follow are shown
+        _exchange(comm, fake_gpu, home)
+    left = openings.Openings if who == "receiver" else slots.Slots
+    leave = left.leave
+    interruptions = [KeyboardInterrupt("on purpose")] if comm.rank == (who == "receiver") else []
+
+    def interrupted(self: Any, what: Any) -> None:
+        if interruptions:
+            raise interruptions.pop()
+        leave(self, what)
+
+    monkeypatch.setattr(left, "leave", interrupted)
+    works, x = _post(comm, fake_gpu, home)
+    for work in works:
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            with suppress(mpdist.CommunicationError):  # a receive that was interrupted has failed
+                work.wait()
+    assert not interruptions
+    if comm.rank == 0 or who == "sender":
+        check(x, np.full(3000, 1.0 - comm.rank))
+    for _ in range(2):
+        _exchange(comm, fake_gpu, home)
+
+
+def _post(comm: Comm, gpu: Gpu, home: str) -> tuple[list[mpdist.Work[Any]], Any]:
+    dst, src = around(comm)
+    x = gpu.array(np.zeros(3000))
+    return [comm.recv(x, src), comm.send(there(comm, gpu, np.full(3000, float(comm.rank)), home), dst)], x
+
+
+def _exchange(comm: Comm, gpu: Gpu, home: str) -> None:
+    works, x = _post(comm, gpu, home)
+    for work in works:
+        work.wait()
+    check(x, np.full(3000, float(around(comm)[1])))

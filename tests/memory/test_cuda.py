@@ -25,6 +25,7 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.capturing: int | None = None
+        self.status = 0
         self.streams = itertools.cycle((OUT, IN))
         self.events = 0
 
@@ -37,6 +38,7 @@ class Recorded:
             hostRegister=self._refuse,
             hostUnregister=self._refuse,
             free=lambda address: self.calls.append(("free", address)),
+            eventQuery=lambda event: self.status,
             getDeviceProperties=lambda index: {"name": f"GPU {index}".encode()},
             driverGetVersion=lambda: 12080,
         )
@@ -61,9 +63,7 @@ class Recorded:
     def _event(self, **_: bool) -> Any:
         self.events += 1
         number = self.events
-        return SimpleNamespace(
-            ptr=number, done=True, record=lambda stream: self.calls.append(("record", number, stream.ptr))
-        )
+        return SimpleNamespace(ptr=number, record=lambda stream: self.calls.append(("record", number, stream.ptr)))
 
 
 class Nothing:
@@ -141,6 +141,16 @@ def test_an_array_is_ready_when_its_stream_has_come_so_far(cupy: Recorded) -> No
     cupy.capturing = CURRENT
     with pytest.raises(UsageError, match="CUDA graph"):
         gpu.ready(as_buffer(CupyArray()))
+
+
+@pytest.mark.parametrize("status", [1, 700, 719])
+def test_a_mark_tells_of_a_device_that_has_failed(cupy: Recorded, status: int) -> None:
+    mark = Cuda(0).ready(as_buffer(CupyArray()))
+    cupy.status = 600  # not ready
+    assert not mark.Test()
+    cupy.status = status
+    with pytest.raises(DeviceFailed, match=f"work on the GPU failed: RuntimeError: {status}"):
+        mark.Test()
 
 
 def test_an_array_whose_library_orders_by_export_is_ready_when_a_stream_of_ours_is(cupy: Recorded) -> None:

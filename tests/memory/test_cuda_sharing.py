@@ -34,9 +34,10 @@ class Recorded:
         names = (
             "malloc", "free", "ipcGetMemHandle", "ipcOpenMemHandle", "ipcCloseMemHandle", "ipcGetEventHandle",
             "ipcOpenEventHandle", "eventDestroy", "eventRecord", "streamWaitEvent", "memcpyAsync",
+            "eventQuery",
         )  # fmt: skip
         answers = {"malloc": 4096, "ipcGetMemHandle": HANDLE, "ipcOpenMemHandle": 8192,
-                   "ipcGetEventHandle": HANDLE, "ipcOpenEventHandle": 55}  # fmt: skip
+                   "ipcGetEventHandle": HANDLE, "ipcOpenEventHandle": 55, "eventQuery": 0}  # fmt: skip
         runtime = SimpleNamespace(CUDARuntimeError=RuntimeError)
         for name in names:
             setattr(runtime, name, self._call(name, answers.get(name)))
@@ -66,7 +67,7 @@ class Recorded:
         assert disable_timing  # else it could not be shared
         number = next(self.events)
         return SimpleNamespace(
-            ptr=number, interprocess=interprocess, done=True,
+            ptr=number, interprocess=interprocess,
             record=lambda stream: self.calls.append(("eventRecord", number, stream.ptr)),
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpdist.memory.sharing import Export
 from mpdist.memory.slots import Slots, block_bytes, proof_at, proof_of, spans
-from mpdist.progress.shown.ticket import FAILED, OVER, WORDS, Ticket
+from mpdist.progress.shown.ticket import FAILED, OVER, TAKEN, WORDS, Ticket
 
 
 def pair() -> tuple[Ticket, Ticket]:
@@ -18,7 +18,7 @@ def test_an_array_that_is_read_where_it_is() -> None:
     sender.tell_ready()
     assert receiver.ready() == 1
     assert not sender.is_over()
-    receiver.tell_over()
+    receiver.words[TAKEN] = OVER
     assert sender.is_over()
     assert not sender.is_asked()
 
@@ -34,7 +34,7 @@ def test_an_array_that_comes_through_slots() -> None:
         receiver.tell_taken(number)
         assert sender.taken() == number
         assert not sender.is_over()
-    receiver.tell_over()
+    receiver.words[TAKEN] = OVER
     assert sender.is_over()
     assert sender.taken() == OVER
 

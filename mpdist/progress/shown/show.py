@@ -97,9 +97,9 @@ class Show:
         if self._is_over:
             return True
         if self._ticket.is_over():
-            self._is_over = True  # the ticket may be another message's from now on
             self._showing.slots().leave(self)
-            self._showing.give_back(self._block)
+            self._is_over = True
+            self._showing.give_back(self._block)  # the ticket may be another message's from now on
             return True
         if self._ticket.is_asked():
             self._fill()

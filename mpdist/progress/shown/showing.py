@@ -16,7 +16,8 @@ import numpy as np
 
 from mpdist.errors import DeviceFailed
 from mpdist.memory import slots
-from mpdist.memory.exports import PRIVATE, bytes_at
+from mpdist.memory.buffer import address_of
+from mpdist.memory.exports import PRIVATE
 from mpdist.memory.segments import ENTRIES, Segments
 from mpdist.memory.sharing import HANDLE_BYTES
 from mpdist.progress import wire
@@ -164,8 +165,7 @@ class Showing:
         try:
             export = self.slots().block
             proof = slots.proof_of(export.handle)
-            room = bytes_at(self.device, export.address + slots.proof_at(), proof.nbytes)
-            self.exports.accelerator.copy_in(proof, room, 0).wait()
+            self._copy(address_of(proof), export.address + slots.proof_at(), proof.nbytes)
         except DeviceFailed as error:
             self.exports.say(self.device, error)
             return
@@ -210,16 +210,23 @@ class Showing:
         """Raise DeviceFailed unless this leads to the member's slots."""
         address = self.exports.block(handle) + slots.proof_at()
         found = np.empty(slots.PROOF_BYTES, np.uint8)
-        self.exports.accelerator.copy_out(bytes_at(self.device, address, found.nbytes), 0, found).wait()
+        self._copy(address, address_of(found), found.nbytes)
         if not np.array_equal(found, slots.proof_of(handle)):
             raise DeviceFailed(f"the memory of rank {member}, opened here, holds other values than there")
+
+    def _copy(self, source: int, target: int, nbytes: int) -> None:
+        """Some bytes, at once: in a stream that waits for no kernel of the program."""
+        lane = self.exports.lane
+        lane.copy(source, target, nbytes)
+        lane.mark().wait()
 
     # ------------------------------------------------------------------ end
 
     def close(self, together: bool) -> None:
         """Nobody uses it any more; not together: others may, so what they see stays."""
         self.refresh()
-        self.exports.openings.sweep()
+        with self.channel.engine.lock:
+            self.exports.openings.sweep()
         if self._block is None:
             return
         assert self._shared.notices is not None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from mpdist.errors import DeviceFailed
 from mpdist.memory import slots
-from mpdist.memory.exports import bytes_at
+from mpdist.memory.buffer import address_of
 from mpdist.progress.marks import copied, settled
-from mpdist.progress.shown.ticket import FAILED
+from mpdist.progress.shown.ticket import FAILED, OVER, TAKEN
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 # A copy to memory that is not pinned may keep its caller until it is over: so many bytes take less than 1 ms.
 HOST_BYTES = 4 * 1024 * 1024
 
-Copy = Callable[[int, int, int], "Mark"]
-"""Queues a copy from an address of a device to the receiver's bytes from a start to an end."""
-
 
 class Shown:
     """Where the data of a message are.
@@ -39,7 +36,6 @@ class Shown:
         place: what its sender has said.
         ticket: by which the two keep step.
         exports: what this process has opened.
-        device: by which it takes them.
     """
 
     _opening: Opening | None = None
@@ -52,7 +48,6 @@ class Shown:
         self.place = place
         self.ticket = ticket
         self.exports = showing.exports
-        self.device = showing.device
         self._channel = showing.channel
         self._src = src
         self._word = word
@@ -84,41 +79,31 @@ class Shown:
     def drop(self) -> None:
         """The data are not needed any more; the sender hears of it, once: the ticket is another message's then.
 
-        What it does not show any more is closed before.
+        What it does not show any more is closed before. Interrupted by a signal's handler, it is to be called again.
         """
         if self._is_over:
             return
-        self._is_over = True
-        if self._opening is not None:
-            self.exports.openings.leave(self._opening)
-            self._opening = None
-        self.ticket.tell_over()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            self.exports.openings.leave(opening)
+        self.ticket.fence()
+        self.ticket.words[TAKEN] = OVER
+        self._is_over = True  # no call between these two, in which a handler could run
         self.tell()
 
 
 def take_to_device(shown: Shown, x: Buffer) -> Steps[None]:
     """Copy the data into an array on a device, which may be written."""
-    lane = shown.exports.lane
-
-    def copy(source: int, start: int, end: int) -> Mark:
-        lane.copy(source, x.address + start, end - start)
-        return lane.mark()
-
-    return _take(shown, copy, shown.place.nbytes)
+    return _take(shown, x.address, shown.place.nbytes, x)
 
 
 def take_to_host(shown: Shown, octets: Array) -> Steps[None]:
     """Copy the data into host memory (uint8)."""
-    accelerator = shown.exports.accelerator
-
-    def copy(source: int, start: int, end: int) -> Mark:
-        return accelerator.copy_out(bytes_at(shown.device, source, end - start), 0, octets[start:end])
-
-    return _take(shown, copy, HOST_BYTES)
+    return _take(shown, address_of(octets), HOST_BYTES, octets)
 
 
-def _take(shown: Shown, copy: Copy, most: int) -> Steps[None]:
-    """All of it, in copies of so many bytes at the most.
+def _take(shown: Shown, target: int, most: int, keep: object) -> Steps[None]:
+    """Copy all of it to an address, so many bytes at a time at the most; what lies there is kept.
 
     Raises:
         DeviceFailed: of this rank, or of the sender.
@@ -128,26 +113,31 @@ def _take(shown: Shown, copy: Copy, most: int) -> Steps[None]:
         with settled(marks):
             yield from _reached(shown.ticket.ready, 1)
             source = shown.array()
-            if source is None:
-                yield from _from_slots(shown, copy, marks)
-                return
-            for start in range(0, shown.place.nbytes, most):
-                marks[:] = [copy(source + start, start, min(start + most, shown.place.nbytes))]
-                yield from copied(marks)
+            if source is not None:
+                yield from _copied(shown, source, target, shown.place.nbytes, most, marks)
+            else:
+                yield from _from_slots(shown, target, most, marks)
     finally:
         shown.drop()
 
 
-def _from_slots(shown: Shown, copy: Copy, marks: list[Mark]) -> Steps[None]:
+def _from_slots(shown: Shown, target: int, most: int, marks: list[Mark]) -> Steps[None]:
     source = shown.slots()
     shown.ticket.ask()
     shown.tell()
     for number, (offset, start, end) in enumerate(slots.spans(shown.place.nbytes), 1):
         yield from _reached(shown.ticket.filled, number)
-        marks[:] = [copy(source + offset, start, end)]
-        yield from copied(marks)
+        yield from _copied(shown, source + offset, target + start, end - start, most, marks)
         shown.ticket.tell_taken(number)
         shown.tell()
+
+
+def _copied(shown: Shown, source: int, target: int, nbytes: int, most: int, marks: list[Mark]) -> Steps[None]:
+    lane = shown.exports.lane
+    for start in range(0, nbytes, most):
+        lane.copy(source + start, target + start, min(most, nbytes - start))
+        marks[:] = [lane.mark()]
+        yield from copied(marks)
 
 
 def _reached(look: Callable[[], int], value: int) -> Steps[None]:

@@ -5,7 +5,7 @@ Words in the sender's shared memory, each written by one of them:
     READY    sender    the data have been computed
     FILLED   sender    so many slots it has filled with them, if the receiver has asked for that
     ASKED    receiver  it cannot reach the array itself, and wants slots
-    TAKEN    receiver  so many of them it has emptied; OVER: the message needs nothing any more
+    TAKEN    receiver  so many of them it has emptied; OVER, see taking.py: the message needs nothing any more
 
 After OVER the words are the sender's, and serve the next message.
 """
@@ -23,13 +23,16 @@ class Ticket:
     """The words of one message.
 
     Args:
+        fence: None where the processor orders memory accesses.
+
+    Attributes:
         words: WORDS of them, zeroed before anybody else knows of them.
-        fence: orders memory accesses; None where the processor does.
+        fence: orders memory accesses.
     """
 
     def __init__(self, words: memoryview, fence: Callable[[], object] | None = None) -> None:
-        self._words = words
-        self._fence = fence
+        self.words = words
+        self.fence = fence or _nothing
 
     # ------------------------------------------------------------------ the sender's
 
@@ -76,17 +79,15 @@ class Ticket:
         """So many of them so far."""
         self._tell(TAKEN, slots)
 
-    def tell_over(self) -> None:
-        """Nothing is read any more; nor are the words used after this."""
-        self._tell(TAKEN, OVER)
-
     def _tell(self, word: int, value: int) -> None:
-        if self._fence is not None:
-            self._fence()
-        self._words[word] = value
+        self.fence()
+        self.words[word] = value
 
     def _look(self, word: int) -> int:
-        value: int = self._words[word]
-        if self._fence is not None:
-            self._fence()
+        value: int = self.words[word]
+        self.fence()
         return value
+
+
+def _nothing() -> None:
+    return None
