@@ -176,6 +176,7 @@ def test_work_begins_after_what_copies_to_the_device_wait_for(cupy: Recorded) ->
         ("wait_event", LANE, 1),
         ("memcpyAsync", 200, 100, 64, 4, LANE),
         ("eventRecord", 2, LANE),
+        ("eventQuery", 2),
     ]
 
 
