@@ -11,6 +11,7 @@ from torch import Tensor
 from mpdist.torch.collectives import Collectives
 from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
+from mpdist.torch.halves import held
 from mpdist.torch.staging import as_bytes, joined, readable, write
 from mpdist.torch.work import Several
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
 
 Tensors = Sequence[Tensor]
+
+_Several = held(Several)
 
 
 class Coalesced(Collectives):
@@ -60,7 +63,7 @@ class Coalesced(Collectives):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         """reduce_scatter_single of each pair."""
-        return Several([self.reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)])
+        return _Several([self.reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)])
 
     def _start_coalescing(self, device: object = None) -> None:
         """Operations inside the manager are posted at once; together they are waited for at its end."""

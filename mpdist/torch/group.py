@@ -19,6 +19,7 @@ from mpdist.torch import profiling
 from mpdist.torch.burial import bury
 from mpdist.torch.device_work import CompleteThere, DeviceWork
 from mpdist.torch.errors import translated
+from mpdist.torch.halves import KEPT_ELEMENTS, WORKS_KEPT_BY_GROUP, held
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
 from mpdist.torch.registration import DEVICES, NAME
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
     from mpdist.progress.work import Work as OwnWork
     from mpdist.torch.progress import Progress
 
-# C++ may hold a Work without its Python half, which is needed for its Future: the last small ones are kept.
-KEPT_WORKS = 128
-KEPT_ELEMENTS = 4096
+_HostWork, _DeviceWork = held(Work), held(DeviceWork)
+_Complete, _CompleteThere = held(Complete), held(CompleteThere)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Group(dist.ProcessGroup):
         self._size = comm.size
         self._name = ""
         self._description = ""
-        self._kept: deque[Work] = deque(maxlen=KEPT_WORKS)
+        self._kept: deque[Work] = deque(maxlen=WORKS_KEPT_BY_GROUP)
         self._monitored = (0, 0)  # the stamp of the last monitored barrier
         self._set_default_timeout(timeout)
 
@@ -163,6 +163,8 @@ class Group(dist.ProcessGroup):
         """Close the group here; nobody is waited for."""
         bury(self._comm, self._key)
 
+    mpdist_shutdown = shutdown
+
     def abort(self) -> None:
         """The same; what is pending fails."""
         self.shutdown()
@@ -201,7 +203,7 @@ class Group(dist.ProcessGroup):
             if event is not None:
                 event.end()
             return DONE
-        kind = Work if not outputs or outputs[0].is_cpu else DeviceWork
+        kind = _HostWork if not outputs or outputs[0].is_cpu else _DeviceWork
         work = kind(self._waiter, posted, outputs, finish, event)
         if not posted._done:
             self._progress.posted()
@@ -229,4 +231,4 @@ class Group(dist.ProcessGroup):
                 event.end()
         if not is_async(opts):
             return DONE
-        return Complete([tensor]) if tensor.is_cpu else CompleteThere([tensor])
+        return _Complete([tensor]) if tensor.is_cpu else _CompleteThere([tensor])

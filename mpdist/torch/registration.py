@@ -47,6 +47,7 @@ def register() -> None:
         DEVICES.append("cuda")
     dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=list(DEVICES))
     _register_rendezvous()
+    _let_groups_end()
     _let_barrier_be_monitored()
 
 
@@ -77,6 +78,24 @@ def _meet_over_mpi(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]
     from mpdist.torch.rendezvous import over_mpi
 
     return over_mpi(url, **options)
+
+
+def _let_groups_end() -> None:
+    """Older versions tell only NCCL's groups that they are destroyed; newer ones tell each group themselves."""
+    from torch.distributed import distributed_c10d
+
+    stock = getattr(distributed_c10d, "_shutdown_backend", None)
+    if stock is None:
+        return
+
+    def shut_down(group: ProcessGroup) -> None:
+        shutdown = getattr(group, "mpdist_shutdown", None)
+        if shutdown is None:
+            stock(group)
+        else:
+            shutdown()
+
+    distributed_c10d._shutdown_backend = shut_down  # type: ignore[attr-defined]  # there
 
 
 def _let_barrier_be_monitored() -> None:

@@ -297,6 +297,10 @@ class Several(TorchWork):
         super().__init__()
         self._works = works
 
+    @property
+    def _outputs(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work._outputs]  # type: ignore[attr-defined]  # ours
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return all(work.wait(timeout) for work in self._works)
 

@@ -80,7 +80,7 @@ def test_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
     sent = [block(rank, dst, rank + dst) for dst in range(size)]
     wanted = [block(src, rank, src + rank) for src in range(size)]
-    outs = [torch.zeros((src + rank, 2), dtype=dtype) for src in range(size)]
+    outs = [torch.zeros((src + rank, 2)).to(dtype) for src in range(size)]  # torch 2.4 fills no empty float8
     dist.all_to_all(outs, sent)
     for out, each in zip(outs, wanted, strict=True):
         assert_same(out, each, "list")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch_support.older import keeps_order
 from torch_support.values import (
     BITWISE,
     COMPLEX,
@@ -188,6 +189,7 @@ def test_integers_of_all_sizes_are_averaged_as_torch_does(group: dist.ProcessGro
         assert x.tolist() == [(5 + 2 * (group.size() - 1)) // group.size()] * 3
 
 
+@pytest.mark.skipif(not keeps_order, reason=f"new_group of torch {torch.__version__} sorts its ranks")
 def test_a_subgroup_in_any_order(group: dist.ProcessGroup) -> None:
     ranks = list(range(group.size()))[::-1][: max(1, group.size() - 1)]
     part: Any = dist.new_group(ranks, sort_ranks=False)
