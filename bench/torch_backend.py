@@ -163,9 +163,12 @@ class Bench:
         whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // self.size)
         text = size_text(nbytes)
         other = torch.zeros_like(whole)
+        # torch 2.13 renamed them
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         yield f"broadcast {text}", lambda group: dist.broadcast(whole, 0, group=group)
-        yield f"all_gather_into_tensor {text}", lambda group: dist.all_gather_into_tensor(whole, part, group=group)
-        yield f"reduce_scatter_tensor {text}", lambda group: dist.reduce_scatter_tensor(part, whole, group=group)
+        yield f"all_gather_into_tensor {text}", lambda group: all_gather(whole, part, group=group)
+        yield f"reduce_scatter_tensor {text}", lambda group: reduce_scatter(part, whole, group=group)
         yield f"all_to_all_single {text}", lambda group: dist.all_to_all_single(other, whole, group=group)
 
     def ddp(self, case: str, batch: int, target: float) -> Result:
