@@ -105,6 +105,17 @@ def test_ddp(group: dist.ProcessGroup, options: dict[str, Any]) -> None:
     assert_trained(net, trained_alone(group.size()))
 
 
+def test_ddp_with_a_large_bucket(group: dist.ProcessGroup) -> None:
+    """torch asks for the Future of a Work that nobody else holds."""
+    torch.manual_seed(4)
+    net = nn.Linear(200, 100)
+    alone = copy.deepcopy(net)
+    inputs = [torch.randn(3, 200, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size())]
+    DistributedDataParallel(net)(inputs[group.rank()]).pow(2).mean().backward()
+    (sum((alone(x).pow(2).mean() for x in inputs), torch.zeros(())) / group.size()).backward()
+    torch.testing.assert_close(net.weight.grad, alone.weight.grad)
+
+
 def test_ddp_with_unused_parameters(group: dist.ProcessGroup) -> None:
     net = Net()
     train(DistributedDataParallel(net, find_unused_parameters=True), group.rank(), use_both=False)
