@@ -111,7 +111,8 @@ def test_ddp_with_a_large_bucket(group: dist.ProcessGroup) -> None:
     net = nn.Linear(200, 100)
     alone = copy.deepcopy(net)
     inputs = [torch.randn(3, 200, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size())]
-    DistributedDataParallel(net)(inputs[group.rank()]).pow(2).mean().backward()
+    model = DistributedDataParallel(net)
+    model(inputs[group.rank()]).pow(2).mean().backward()
     (sum((alone(x).pow(2).mean() for x in inputs), torch.zeros(())) / group.size()).backward()
     torch.testing.assert_close(net.weight.grad, alone.weight.grad)
 

@@ -40,7 +40,7 @@ keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
 scales_gradients = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
 """Whether a pipeline divides gradients by the number of microbatches."""
 
-shards_on_cpu = torch.__version__ >= "2.5" or not torch.version.cuda
+shards_on_cpu = torch.__version__ >= "2.7" or not torch.version.cuda
 """Whether FSDP2 needs no GPU where torch is built for CUDA."""
 
 loads_in_a_part = torch.__version__ >= "2.5"
