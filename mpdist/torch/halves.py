@@ -6,7 +6,7 @@ Newer ones hold both. Which it is we try, once, with a group that does nothing.
 
 Where the Python half is dropped, it comes back: if nobody has waited for a Work when Python gives it up, C++ has it,
 or nobody cares. It is kept until C++ has waited for it, once for each output (functional collectives do), or has asked
-for its Future.
+for its Future. C++ gives `wait` a timeout always, Python seldom.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.options import NO_TIMEOUT
 
 # C++ may ask for the Future of a Work when Python has given it up, or it has waited for it: the last small are kept.
 KEPT_WORKS = 128
@@ -57,21 +56,23 @@ def _held(kind: Any) -> Any:
                 _keep(self)
 
         @leave_alone
-        def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        def wait(self, timeout: timedelta | None = None) -> bool:
             self._is_known = True
-            done: bool = super().wait(timeout)
+            if timeout is None:
+                return bool(super().wait())
+            done = bool(super().wait(timeout))
             self._waits += 1
-            if self._waits >= len(self._outputs):
-                _kept.pop(id(self), None)
-                if is_small(self._outputs):
-                    _waited.append(self)
+            if self._waits < len(self._outputs):
+                _keep(self)
+            else:
+                _let_go(self)
             return done
 
         @leave_alone
         def get_future(self) -> Any:
             self._is_known = True
             future = super().get_future()
-            _kept.pop(id(self), None)
+            _let_go(self)
             return future
 
         def is_completed(self) -> bool:
@@ -90,6 +91,12 @@ def _keep(work: Any) -> None:
         if not _kept[oldest].is_completed():
             return
         del _kept[oldest]
+
+
+def _let_go(work: Any) -> None:
+    _kept.pop(id(work), None)
+    if is_small(work._outputs):
+        _waited.append(work)
 
 
 def _is_python_half_dropped() -> bool:

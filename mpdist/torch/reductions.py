@@ -107,7 +107,7 @@ def _translated(op: Any, dtype: torch.dtype) -> Reduction:
 
 def _factor(op: Any, dtype: torch.dtype) -> int | float | complex:
     """Of a PREMUL_SUM; a tensor of one element serves."""
-    factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # from torch 2.9 on it has a name
+    factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
     value = factor.item() if isinstance(factor, Tensor) else factor
     if dtype in _SCALED and isinstance(value, float) and value.is_integer():
         return int(value)

@@ -56,6 +56,9 @@ def test_without_zero_grad(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_types(comm: Communicator, dtype: torch.dtype) -> None:
+    if dtype.is_complex and torch.__version__ < "2.9":
+        pytest.skip(f"stock DDP of torch {torch.__version__} broadcasts no complex numbers by gloo")
+
     def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, number: int) -> None:
         optimizer.zero_grad()
         model(x).abs().square().mean().backward()

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.backend_registration as registration_of_backends
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+if not hasattr(registration_of_backends, "_setup_privateuseone_for_python_backend"):
+    pytest.skip(f"torch {torch.__version__} has no devices in Python", allow_module_level=True)
+
 from torch_support import again, devices, values
 from torch_support.values import assert_same, everyone, numbers, reduced, strided
 

@@ -184,6 +184,20 @@ def test_functional_collectives(group: dist.ProcessGroup) -> None:
     assert torch.equal(scattered[1], 2 * total[rank : rank + 1])
 
 
+def test_functional_collectives_waited_for_after_many_others(group: dist.ProcessGroup) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    size = group.size()
+    large, small = torch.ones(size, 5000), torch.ones(size)
+    early: Any = [
+        functional.all_reduce(large, "sum", group),
+        *functional.all_reduce_coalesced([small, large], "sum", group),
+    ]
+    for _ in range(200):
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+    assert [each.max().item() for each in early] == [size] * 3
+
+
 def test_gradients_flow_through_collectives(group: dist.ProcessGroup) -> None:
     from torch.distributed.nn import functional
 

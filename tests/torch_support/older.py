@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import ScheduleGPipe
 
 try:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,11 +28,23 @@ __all__ = [
     "fully_shard",
     "has_events_of_two_threads",
     "keeps_order",
+    "loads_in_a_part",
+    "scales_gradients",
     "shapes_of",
+    "shards_on_cpu",
 ]
 
 keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """Whether new_group can leave its ranks as they are given."""
+
+scales_gradients = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
+"""Whether a pipeline divides gradients by the number of microbatches."""
+
+shards_on_cpu = torch.__version__ >= "2.7" or not torch.version.cuda
+"""Whether FSDP2 needs no GPU where torch is built for CUDA."""
+
+loads_in_a_part = torch.__version__ >= "2.5"
+"""Whether some of the ranks can load a checkpoint: older versions gather the keys of all."""
 
 
 def shapes_of(stage: type, x: torch.Tensor) -> dict[str, Any]:

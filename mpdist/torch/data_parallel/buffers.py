@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +60,30 @@ class Message:
     def broadcast(self, src: int) -> None:
         """Give all ranks those of rank `src`."""
         # Backward may still need the values from before; it is torch's own way to leave them to chance here.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._tensors)):
+        with torch.no_grad(), _with_their_versions(self._tensors):
             if self._comm.rank == src:
                 torch._foreach_copy_(self._views, self._tensors)
             finish(self._comm.broadcast(self._flat, src=src))
             if self._comm.rank != src:
                 torch._foreach_copy_(self._tensors, self._views)
+
+
+def _with_their_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Hide from autograd that tensors change."""
+    if _TAKES_SEVERAL:
+        return _unsafe_preserve_version_counter(tuple(tensors))
+    stack = ExitStack()
+    for tensor in tensors:
+        stack.enter_context(_unsafe_preserve_version_counter(tensor))
+    return stack
+
+
+def _takes_several() -> bool:
+    try:
+        _unsafe_preserve_version_counter(())
+    except AttributeError:  # older versions take one tensor
+        return False
+    return True
+
+
+_TAKES_SEVERAL = _takes_several()
