@@ -342,8 +342,9 @@ async def test_the_message_of_a_receive_that_is_given_up_late_goes_to_the_next(
     comm: Comm, given: Simulated, count: int
 ) -> None:
     dst, src = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    given.program._seconds = 0.1
     sent = comm.send(np.arange(float(count)), dst)
+    is_given_up = threading.Event()
+    given.program.run(is_given_up.wait)
     x = given.array(np.zeros(count))
     receive = comm.recv(x, src)
     for _ in range(1000):
@@ -352,6 +353,7 @@ async def test_the_message_of_a_receive_that_is_given_up_late_goes_to_the_next(
             break
     assert not receive.done()
     receive._abandon()
+    is_given_up.set()
     out = given.array(np.zeros(count))
     assert (await comm.recv(out, src)).data is out
     check(out, np.arange(float(count)))
