@@ -20,8 +20,6 @@ import numpy as np
 
 from mpdist.errors import DeviceFailed
 from mpdist.memory import slots
-from mpdist.memory.buffer import Buffer
-from mpdist.memory.elements import BY_NAME
 from mpdist.memory.openings import Openings
 from mpdist.memory.segments import Segments
 from mpdist.memory.sharing import Export, Signal
@@ -29,7 +27,7 @@ from mpdist.memory.slots import Slots
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
-    from mpdist.memory.buffer import Device
+    from mpdist.memory.buffer import Buffer, Device
     from mpdist.memory.sharing import Lane
 
 # Blocks for arrays are of this size, as cudaMalloc's, or twice, four times, ...: so that one serves the next, too.
@@ -52,11 +50,6 @@ class Offer:
     def handles(self) -> list[bytes]:
         """Of the block, then of the events."""
         return [self.block.handle, *(signal.handle for signal in self.signals)]
-
-
-def bytes_at(device: Device, address: int, nbytes: int) -> Buffer:
-    """Memory of a device as bytes; nobody keeps it."""
-    return Buffer(None, nbytes, nbytes, BY_NAME["uint8"], device, False, None, address)
 
 
 class Exports:

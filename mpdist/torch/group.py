@@ -19,7 +19,7 @@ from mpdist.torch import profiling
 from mpdist.torch.burial import bury
 from mpdist.torch.device_work import CompleteThere, DeviceWork
 from mpdist.torch.errors import translated
-from mpdist.torch.halves import KEPT_ELEMENTS, WORKS_KEPT_BY_GROUP, held
+from mpdist.torch.halves import WORKS_KEPT_BY_GROUP, held, is_small
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
 from mpdist.torch.registration import DEVICES, NAME
@@ -207,7 +207,7 @@ class Group(dist.ProcessGroup):
         work = kind(self._waiter, posted, outputs, finish, event)
         if not posted._done:
             self._progress.posted()
-        if sum(tensor.numel() for tensor in outputs) < KEPT_ELEMENTS:
+        if is_small(outputs):
             self._kept.append(work)
         return work
 

@@ -12,6 +12,7 @@ for its Future. C++ gives `wait` a timeout always, Python seldom.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -35,7 +36,7 @@ _kept: dict[int, Any] = {}
 _waited: deque[Any] = deque(maxlen=KEPT_WORKS)
 
 
-def is_small(outputs: list[Tensor]) -> bool:
+def is_small(outputs: Sequence[Tensor]) -> bool:
     """Whether a Work of these outputs may be kept for a while."""
     return sum(tensor.numel() for tensor in outputs) < KEPT_ELEMENTS
 
