@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Staging:
         buffer = as_buffer(x, writable=is_result)
         for mirror in [*self.sources, *self.results] if is_result else ():
             other = as_buffer(mirror.original)
-            if is_same(buffer, other):
+            if mirror.original is x or (buffer.nbytes and is_same(buffer, other)):  # empty ones are all at one address
                 self.results.append(mirror)
                 return mirror
             if overlap(buffer, other):
@@ -149,7 +150,8 @@ def pinned_of(engine: Engine, device: Device) -> Pinned:
         shared = engine.shared
 
         def allocate(nbytes: int) -> Any:
-            return np.empty(nbytes, np.uint8) if shared is None else shared.empty(nbytes, np.uint8)
+            # whole pages: those of a neighbour could not be pinned beside them
+            return np.frombuffer(mmap(-1, nbytes), np.uint8) if shared is None else shared.empty(nbytes, np.uint8)
 
         known = engine.staging[device] = Pinned(accelerator_of(device), allocate)
     return known

@@ -66,6 +66,27 @@ __device__ inline unsigned short narrowed(float value) {
 }
 """
 
+# CuPy has kernels compiled so that subnormal numbers of float32 become 0: instructions that are written out do not.
+_FLOAT32 = """
+__device__ inline float plus(float a, float b) { float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+__device__ inline float minus(float a, float b) { float c; asm("sub.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+__device__ inline float times(float a, float b) { float c; asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+__device__ inline float over(float a, float b) { float c; asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+__device__ inline bool is_less(float a, float b) {
+    int is;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(is) : "f"(a), "f"(b));
+    return is;
+}
+"""
+
+_OPERATORS = """
+__device__ inline {real} plus({real} a, {real} b) {{ return a + b; }}
+__device__ inline {real} minus({real} a, {real} b) {{ return a - b; }}
+__device__ inline {real} times({real} a, {real} b) {{ return a * b; }}
+__device__ inline {real} over({real} a, {real} b) {{ return a / b; }}
+__device__ inline bool is_less({real} a, {real} b) {{ return a < b; }}
+"""
+
 _PLAIN = """
 __device__ inline Value widened(Stored x) { return x; }
 __device__ inline Stored narrowed(Value value) { return value; }
@@ -73,10 +94,10 @@ __device__ inline Stored narrowed(Value value) { return value; }
 
 # One step, a op b. As NumPy: min and max give a NaN where there is one.
 _REAL = {
-    "sum": "return a + b;",
-    "prod": "return a * b;",
-    "min": "return a < b || a != a ? a : b;",
-    "max": "return a > b || a != a ? a : b;",
+    "sum": "return plus(a, b);",
+    "prod": "return times(a, b);",
+    "min": "return is_less(a, b) || a != a ? a : b;",
+    "max": "return is_less(b, a) || a != a ? a : b;",
 }
 _INTEGER = {
     "sum": "return (Value)((Unsigned)a + (Unsigned)b);",
@@ -91,8 +112,9 @@ _INTEGER = {
     "lxor": "return !a != !b;",
 }
 _OF_COMPLEX = {
-    "sum": "Value c; c.re = a.re + b.re; c.im = a.im + b.im; return c;",
-    "prod": "Value c; c.re = a.re * b.re - a.im * b.im; c.im = a.re * b.im + a.im * b.re; return c;",
+    "sum": "Value c; c.re = plus(a.re, b.re); c.im = plus(a.im, b.im); return c;",
+    "prod": "Value c; c.re = minus(times(a.re, b.re), times(a.im, b.im)); "
+    "c.im = plus(times(a.re, b.im), times(a.im, b.re)); return c;",
 }
 _SAME = {"avg": "sum", "premul_sum": "sum"}
 
@@ -187,7 +209,14 @@ def _preamble(element: Element) -> str:
     if element.kind in ("bool", "int", "uint"):
         # Not of less than 32 bits: those would be computed as int, whose overflow is undefined.
         text += f"typedef unsigned {'long long' if element.itemsize == 8 else 'int'} Unsigned;\n"
+    else:
+        text += _FLOAT32 if real_of(element) is np.float32 else operators("double")
     return text + {"float16": _FLOAT16, "bfloat16": _BFLOAT16}.get(element.name, _PLAIN)
+
+
+def operators(real: str) -> str:
+    """Steps on a floating point type, as the compiler has them."""
+    return _OPERATORS.format(real=real)
 
 
 def real_of(element: Element) -> type[np.float32] | type[np.float64]:
@@ -197,5 +226,5 @@ def real_of(element: Element) -> type[np.float32] | type[np.float64]:
 
 def _finish(element: Element) -> str:
     if element.kind == "complex":
-        return "a.re = a.re / terms; a.im = a.im / terms; return a;"
-    return "return a / terms;"
+        return "a.re = over(a.re, terms); a.im = over(a.im, terms); return a;"
+    return "return over(a, terms);"

@@ -41,6 +41,7 @@ class Pinned:
         self._free: dict[int, list[Array]] = {}
         self._busy: list[tuple[Array, list[Mark]]] = []
         self._pinned: set[int] = set()
+        self._kept = KEPT
 
     def lend(self, nbytes: int) -> Loan:
         """Memory of at least so many bytes, until the Loan is dropped."""
@@ -71,13 +72,14 @@ class Pinned:
             self._busy.append((block, marks))
             return
         free = self._free.setdefault(block.nbytes, [])
-        if len(free) < KEPT:
+        if len(free) < self._kept:
             free.append(block)
         else:
             self._unpin(block)
 
     def close(self) -> None:
-        """Give all memory back; Loans that are still out keep theirs."""
+        """Give all memory back; that of Loans which are still out when they are dropped."""
+        self._kept = 0
         while self._busy:
             block, marks = self._busy.pop()
             for mark in marks:

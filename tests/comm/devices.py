@@ -67,6 +67,8 @@ def opened(name: str) -> Iterator[Gpu]:
 def forget(comm: mpdist.Communicator) -> None:
     """What was made for another GPU."""
     engine = comm._channel.engine
+    for pinned in engine.staging.values():
+        pinned.close()
     engine.staging.clear()
     engine.exports.clear()
     engine.given.clear()

@@ -73,6 +73,7 @@ CASES = [
 
 def text_of(number: int, folder: Folder) -> str:
     source = kernels.source(folder, SOURCES, TARGETS).replace(kernels._FLOAT16, FLOAT16)
+    source = source.replace(kernels._FLOAT32, kernels.operators("float"))
     source = source.replace(f'extern "C" __global__ void {kernels.NAME}', "void fold")
     arguments = [f"(Stored*)x[{index}]" for index in range(SOURCES)]
     arguments += [f"(Stored*)y[{index}]" for index in range(TARGETS)]

@@ -41,6 +41,7 @@ def put(values: Any, address: int) -> None:
     import cupy
 
     cupy.cuda.runtime.memcpy(address, values.ctypes.data, values.nbytes, 1)
+    cupy.cuda.runtime.deviceSynchronize()  # which returns when it has read the values
 
 
 def get(like: Any, address: int) -> Any:
