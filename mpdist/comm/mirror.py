@@ -16,7 +16,6 @@ from mpdist.memory import HOST, Buffer, allocate_like, as_buffer
 
 if TYPE_CHECKING:
     from mpdist.comm.staging import Staging
-    from mpdist.memory import Element
     from mpdist.memory.elements import Array
     from mpdist.memory.pinned import Loan
 
@@ -25,34 +24,42 @@ class Mirror(Buffer):
     """Host memory in the place of a device's.
 
     Attributes:
-        original: the array on the device.
+        there: the array on the device.
         staging: the operation's.
         whole: the Mirror of which this is a part; itself, if of none.
     """
 
-    __slots__ = ("_is_given", "_loan", "_octets", "_whole", "original", "staging")
+    __slots__ = ("_is_given", "_loan", "_octets", "_whole", "staging", "there")
 
     def __init__(
         self,
         staging: Staging,
-        original: object,
-        element: Element,
-        shape: Sequence[int],
-        readonly: bool = False,
+        there: Buffer,
+        shape: Sequence[int] | None = None,
         whole: Mirror | None = None,
         octets: Array | None = None,
         at: int | None = None,
     ) -> None:
-        """Take host memory (uint8), or where on the device MPI is to find it."""
+        """Take the array on the device, and host memory (uint8), or where on the device MPI is to find it.
+
+        With a shape it stands for a part of the array.
+        """
+        element = there.element
+        shape = there.shape if shape is None else shape
         count = prod(shape)
         self._octets: Any = octets
         self._loan: Loan | None = None
         self._is_given = at is not None
-        super().__init__(None, count, count * element.itemsize, element, HOST, readonly, None, at)
+        super().__init__(None, count, count * element.itemsize, element, HOST, there.readonly, None, at)
         self.shape = tuple(shape)
-        self.original: Any = original
+        self.there = there
         self._whole = whole
         self.staging = staging
+
+    @property
+    def original(self) -> Any:
+        """The array as the caller knows it."""
+        return self.there.owner
 
     @property
     def whole(self) -> Mirror:
@@ -69,15 +76,14 @@ class Mirror(Buffer):
     def give(self) -> None:
         """From now on it has the address of the array itself, for MPI alone."""
         self._is_given = True
-        self._address = as_buffer(self.original).address
+        self._address = self.there.address
 
     def part(self, start: int, end: int) -> Mirror:
         """The elements from `start` to `end`; as a result it stands for the whole."""
         unit = self.element.itemsize
         octets = None if self._is_given else self.octets[start * unit : end * unit]
         at = self.address + start * unit if self._is_given else None
-        shape = (end - start,)
-        return Mirror(self.staging, self.original, self.element, shape, self.readonly, self.whole, octets, at)
+        return Mirror(self.staging, self.there, (end - start,), self.whole, octets, at)
 
     @property
     def octets(self) -> Any:
@@ -98,7 +104,7 @@ class Mirror(Buffer):
     @property
     def place(self) -> int:
         """The array's own: two Mirrors overlap where their arrays do."""
-        return as_buffer(self.original).address
+        return self.there.address
 
     # What results are made of, as NumPy and torch have it.
 

@@ -39,7 +39,7 @@ def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[M
     staging = Staging(channel.engine, x.device)
     is_given = _way("recv", channel, x) is Way.GIVEN
     if is_given or may_show(channel, x.nbytes):
-        host = partial(Mirror, staging, x.owner, x.element, x.shape)
+        host = partial(Mirror, staging, x)
         return channel.inbox.receive(DeviceReceive(channel, x, src, tag, staging.accelerator, host, is_given))
     mirror = staging.mirror(x)
 

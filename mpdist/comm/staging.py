@@ -57,7 +57,7 @@ class Staging:
 
     def mirror(self, buffer: Buffer, *, is_source: bool = False, is_result: bool = False) -> Mirror:
         """A Mirror of an array, whose copies wait for what the program has queued for it."""
-        mirror = Mirror(self, buffer.owner, buffer.element, buffer.shape, buffer.readonly)
+        mirror = Mirror(self, buffer)
         self.accelerator.follow(buffer)
         if is_source:
             self.sources.append(mirror)
@@ -75,7 +75,7 @@ class Staging:
             return [self.mirrored(each, is_source=is_source, is_result=is_result) for each in x]
         buffer = as_buffer(x, writable=is_result)
         for mirror in [*self.sources, *self.results] if is_result else ():
-            other = as_buffer(mirror.original)
+            other = mirror.there
             if mirror.original is x or (buffer.nbytes and is_same(buffer, other)):  # empty ones are all at one address
                 self.results.append(mirror)
                 return mirror
@@ -87,16 +87,14 @@ class Staging:
         """Queue copies of these elements of all sources to the host."""
         copy = self.accelerator.copy_out
         return [
-            copy(as_buffer(mirror.original), low, mirror.octets[low:high])
-            for mirror, low, high in _parts(self.sources, start, end)
+            copy(mirror.there, low, mirror.octets[low:high]) for mirror, low, high in _parts(self.sources, start, end)
         ]
 
     def copy_in(self, start: int = 0, end: int = sys.maxsize) -> list[Mark]:
         """Queue copies of these elements of all results to the device."""
         copy = self.accelerator.copy_in
         return [
-            copy(mirror.octets[low:high], as_buffer(mirror.original), low)
-            for mirror, low, high in _parts(self.results, start, end)
+            copy(mirror.octets[low:high], mirror.there, low) for mirror, low, high in _parts(self.results, start, end)
         ]
 
     def run(self, op: str, program: Program, arguments: Sequence[Any], transport: Transport) -> Steps[Any]:

@@ -21,7 +21,7 @@ from mpdist.algorithms.shared.reduction import factors_in, words_of
 from mpdist.comm.mirror import Mirror
 from mpdist.comm.staging import flat
 from mpdist.errors import CollectiveMismatch
-from mpdist.memory import Buffer, Folder, as_buffer
+from mpdist.memory import Buffer, Folder
 from mpdist.memory.exports import PRIVATE
 from mpdist.memory.sharing import HANDLE_BYTES
 
@@ -79,8 +79,7 @@ class Call:
         if x.nbytes < IPC_FROM[op] or not x.staging.is_even:
             return None
         out = x if op == "broadcast" else mirrors[-1] if op == "all_reduce" else mirrors[1] if mirrors[1:] else x
-        buffers = as_buffer(x.original), as_buffer(out.original)
-        return cls(op, *buffers, how, src, out.original, x.staging.forget)
+        return cls(op, x.there, out.there, how, src, out.original, x.staging.forget)
 
     def facts(self, joining: Joining) -> list[int]:
         """What the others need of this rank's."""

@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import DeviceFailed, UsageError
+from mpdist.errors import UsageError
+from mpdist.memory.cuda_copies import Copies
+from mpdist.memory.cuda_errors import Present, failures
 from mpdist.memory.cuda_sharing import CudaSharing
 
 if TYPE_CHECKING:
+    from mpdist.memory.accelerator import Mark
     from mpdist.memory.buffer import Buffer
     from mpdist.memory.elements import Array
 
@@ -28,6 +31,8 @@ LEGACY_DEFAULT = 1
 
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t
+# Copies and reductions between kernels of the program, not after all that it has queued; CUDA takes the nearest it has.
+_PRIORITY = -5
 
 
 class _Attended(threading.local):
@@ -65,43 +70,58 @@ class Cuda:
         )
         self._device: Any = cupy.cuda.Device(index)
         self._index = index
-        with self._device:
-            self._out = cupy.cuda.Stream(non_blocking=True)
-            self._in = cupy.cuda.Stream(non_blocking=True)
+        self.present = self.active_for()
+        self._out, self._in = self.stream(), self.stream()
+        self.copies = Copies(self, index)
         self._sharing: CudaSharing | None = None
+
+    def active_for(self, *others: type[Exception]) -> Present:
+        """As `present`, and `others` are DeviceFailed, too."""
+        return Present(self._device, *self._failure, *others)
+
+    def stream(self) -> Any:
+        """A new stream, which waits for no other and goes before those of the program."""
+        with self.present:
+            return self.cuda.Stream(non_blocking=True, priority=_PRIORITY)
 
     def follow(self, x: Buffer) -> None:
         """See Accelerator."""
-        with self.active():
-            event = self._reached(x.owner)
-            if event is None:
+        with self.present:
+            producer = self._producer(x.owner)
+            if producer is None:
                 self._ask(x.owner, self._out)
                 self._ask(x.owner, self._in)
-                return
-            for stream in (self._out, self._in):
-                stream.wait_event(event)
+            elif not self.is_idle(producer):
+                event = self._reached(producer)
+                for stream in (self._out, self._in):
+                    stream.wait_event(event)
 
-    def ready(self, x: Buffer) -> CudaMark:
+    def ready(self, x: Buffer) -> Mark:
         """See Accelerator."""
-        with self.active():
-            event = self._reached(x.owner)
-            if event is not None:
-                return CudaMark(event, self.runtime)
-            self._ask(x.owner, self._out)
-            return self.mark(self._out)
+        with self.present:
+            producer = self._producer(x.owner)
+            if producer is None:
+                self._ask(x.owner, self._out)
+                return self.mark(self._out)
+            return OVER if self.is_idle(producer) else CudaMark(self._reached(producer), self.runtime)
 
-    def _reached(self, owner: Any) -> Any:
-        """An event in the stream in which an array is being computed; None if only its library knows that."""
-        producer = self._producer(owner)
-        if producer is None:
-            return None
-        if self.runtime.streamIsCapturing(producer):
+    def is_idle(self, stream: int) -> bool:
+        """Whether all is over that was queued in a stream; in the legacy default one also what that waits for.
+
+        Raises:
+            UsageError: it is being recorded.
+        """
+        if self.runtime.streamIsCapturing(stream):
             raise UsageError(
                 f"the array on cuda:{self._index} is being recorded into a CUDA graph, so it has no values yet; "
                 "communicate before or after the capture"
             )
+        return _is_over(self.runtime, self.runtime.streamQuery(stream))
+
+    def _reached(self, stream: int) -> Any:
+        """An event at the present end of a stream."""
         event = self._event()
-        self.runtime.eventRecord(event.ptr, producer)
+        self.runtime.eventRecord(event.ptr, stream)
         return event
 
     def _ask(self, owner: Any, stream: Any) -> None:
@@ -128,7 +148,9 @@ class Cuda:
 
     def copy_in(self, source: Array, target: Buffer, start: int) -> CudaMark:
         """See Accelerator."""
-        self._copy(target.address + start, _address(source), source.nbytes, _TO_DEVICE, self._in)
+        place, address, nbytes = target.address + start, _address(source), source.nbytes
+        if not self.copies.from_host(address, place, nbytes, self._in):
+            self._copy(place, address, nbytes, _TO_DEVICE, self._in)
         return self.mark(self._in)
 
     def attend(self) -> None:
@@ -152,7 +174,7 @@ class Cuda:
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
-            with self.active():
+            with self.present:
                 self.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def _event(self) -> Any:
@@ -160,7 +182,7 @@ class Cuda:
 
     def mark(self, stream: Any) -> CudaMark:
         """All that is queued in a stream so far."""
-        with self.active():
+        with self.present:
             event = self._event()
             event.record(stream)
         return CudaMark(event, self.runtime)
@@ -172,16 +194,12 @@ class Cuda:
         return self._sharing
 
     def entered(self) -> Any:
-        """An event after which copies to the device may begin, as far as they have been told to wait."""
+        """An event after which copies to the device may begin, as far as they have been told to wait; None: now."""
+        if _is_over(self.runtime, self.runtime.streamQuery(self._in.ptr)):
+            return None
         event = self._event()
         event.record(self._in)
         return event
-
-    @contextlib.contextmanager
-    def active(self, *others: type[Exception]) -> Iterator[None]:
-        """The device is the present one; its errors, and `others`, are DeviceFailed."""
-        with failures((*self._failure, *others)), self._device:
-            yield
 
     def pin(self, memory: Array) -> bool:
         """See Accelerator."""
@@ -190,10 +208,12 @@ class Cuda:
                 self.runtime.hostRegister(_address(memory), memory.nbytes, 0)
             except self.runtime.CUDARuntimeError:
                 return False
+        self.copies.pinned(_address(memory), memory.nbytes)
         return True
 
     def unpin(self, memory: Array) -> None:
         """See Accelerator."""
+        self.copies.unpinned(_address(memory))
         # The driver may have ended before us; then nothing is pinned any more.
         with self._device, contextlib.suppress(self.runtime.CUDARuntimeError):
             self.runtime.hostUnregister(_address(memory))
@@ -202,32 +222,42 @@ class Cuda:
 class CudaMark:
     """A recorded event."""
 
-    __slots__ = ("_event", "_runtime")
+    __slots__ = ("_event", "_failures", "_runtime")
 
     def __init__(self, event: Any, runtime: Any) -> None:
         self._event = event
         self._runtime = runtime
+        self._failures = failures(runtime.CUDARuntimeError)
 
     def Test(self) -> bool:
-        failure = self._runtime.CUDARuntimeError
-        with failures(failure):
-            status = self._runtime.eventQuery(self._event.ptr)  # Event.done takes an error for "not yet"
-            if status not in (_SUCCESS, _NOT_READY):
-                raise failure(status)
-        return bool(status == _SUCCESS)
+        with self._failures:
+            return _is_over(
+                self._runtime, self._runtime.eventQuery(self._event.ptr)
+            )  # Event.done takes an error for "not yet"
 
     def wait(self) -> None:
-        with failures(self._runtime.CUDARuntimeError):
+        with self._failures:
             self._event.synchronize()
 
 
-@contextlib.contextmanager
-def failures(kind: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
-    """Errors of a device as ours: those of another library may come from a signal's handler."""
-    try:
-        yield
-    except kind as error:
-        raise DeviceFailed(f"work on the GPU failed: {type(error).__name__}: {error}") from error
+class _Over:
+    """The mark of what is over already."""
+
+    def Test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+OVER = _Over()
+
+
+def _is_over(runtime: Any, status: int) -> bool:
+    """What a query has answered."""
+    if status not in (_SUCCESS, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return status == _SUCCESS
 
 
 def _address(memory: Array) -> int:

@@ -67,17 +67,26 @@ __device__ inline unsigned short narrowed(float value) {
 """
 
 # CuPy has kernels compiled so that subnormal numbers of float32 become 0: instructions that are written out do not.
-_FLOAT32 = """
-__device__ inline float plus(float a, float b) { float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ inline float minus(float a, float b) { float c; asm("sub.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ inline float times(float a, float b) { float c; asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ inline float over(float a, float b) { float c; asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+_STEP = """
+__device__ inline float {name}(float a, float b) {{
+    float c;
+    asm("{instruction}.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}}
+"""
+_FLOAT32 = (
+    "".join(
+        _STEP.format(name=name, instruction=instruction)
+        for name, instruction in (("plus", "add"), ("minus", "sub"), ("times", "mul"), ("over", "div"))
+    )
+    + """
 __device__ inline bool is_less(float a, float b) {
     int is;
     asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(is) : "f"(a), "f"(b));
     return is;
 }
 """
+)
 
 _OPERATORS = """
 __device__ inline {real} plus({real} a, {real} b) {{ return a + b; }}
@@ -143,6 +152,32 @@ extern "C" __global__ void {name}({pointers}, long long count, int is_aligned, {
     }}
 }}
 """
+
+
+COPY_NAME = "mpdist_copy"
+COPY = """
+struct __align__(16) Pack { unsigned int at[4]; };
+extern "C" __global__ void mpdist_copy(const Pack* x, Pack* y, long long nbytes) {
+    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    long long width = (long long)gridDim.x * blockDim.x;
+    long long packs = nbytes / 16;
+    long long i = at;
+    for (; i + 3 * width < packs; i += 4 * width) {
+        Pack a = x[i], b = x[i + width], c = x[i + 2 * width], d = x[i + 3 * width];
+        y[i] = a;
+        y[i + width] = b;
+        y[i + 2 * width] = c;
+        y[i + 3 * width] = d;
+    }
+    for (; i < packs; i += width) y[i] = x[i];
+    for (i = packs * 16 + at; i < nbytes; i += width) ((char*)y)[i] = ((const char*)x)[i];
+}
+"""
+
+
+def copy_blocks(nbytes: int) -> int:
+    """Of threads, for a copy of so many bytes."""
+    return min(MAX_BLOCKS, max(1, -(-nbytes // (THREADS * PACK_BYTES))))
 
 
 def source(folder: Folder, sources: int, targets: int) -> str:

@@ -9,6 +9,7 @@ import ctypes
 
 # CUpointer_attribute
 _BUFFER_ID, _IS_LEGACY_CUDA_IPC_CAPABLE = 7, 10
+_ASKED = (ctypes.c_int * 2)(_IS_LEGACY_CUDA_IPC_CAPABLE, _BUFFER_ID)
 
 
 class Driver:
@@ -20,17 +21,19 @@ class Driver:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._attribute = library.cuPointerGetAttribute
-        self._attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+        self._attributes = library.cuPointerGetAttributes
+        self._attributes.argtypes = [
+            ctypes.c_uint, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint64
+        ]  # fmt: skip
         self._range = library.cuMemGetAddressRange_v2
         self._range.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64]
 
     def number_of(self, address: int) -> int:
         """Unique for an allocation; 0 for what is none, or has no legacy handle, as what a pool of the driver gives."""
         is_capable, number = ctypes.c_int(0), ctypes.c_uint64(0)
-        if self._attribute(ctypes.byref(is_capable), _IS_LEGACY_CUDA_IPC_CAPABLE, address) or not is_capable.value:
-            return 0
-        if self._attribute(ctypes.byref(number), _BUFFER_ID, address):
+        into = (ctypes.c_void_p * 2)(ctypes.addressof(is_capable), ctypes.addressof(number))
+        # What it cannot answer for an address it leaves 0, and succeeds.
+        if self._attributes(2, _ASKED, into, address) or not is_capable.value:
             return 0
         return number.value
 

@@ -38,7 +38,7 @@ class CudaSharing:
 
     def export(self, nbytes: int) -> Export:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             address = self._runtime.malloc(nbytes)
             try:
                 return Export(address, nbytes, self._runtime.ipcGetMemHandle(address))
@@ -48,20 +48,20 @@ class CudaSharing:
 
     def release(self, export: Export) -> None:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             self._runtime.free(export.address)
 
     def array(self, block: Export, shape: Sequence[int], dtype: np.dtype[np.generic], owner: object) -> object:
         """See Sharing."""
         import cupy
 
-        with self._gpu.active():
+        with self._gpu.present:
             memory = self._gpu.cuda.UnownedMemory(block.address, block.nbytes, owner)
             return cupy.ndarray(tuple(shape), dtype, self._gpu.cuda.MemoryPointer(memory, 0))
 
     def settle(self) -> None:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             self._runtime.deviceSynchronize()
 
     @cached_property
@@ -72,13 +72,13 @@ class CudaSharing:
         """See Sharing."""
         if self._driver is None:
             return 0
-        with self._gpu.active():
+        with self._gpu.present:
             return self._driver.number_of(address)
 
     def segment(self, address: int) -> Segment | None:
         """See Sharing."""
         assert self._driver is not None
-        with suppress(DeviceFailed), self._gpu.active():
+        with suppress(DeviceFailed), self._gpu.present:
             found, number = self._driver.range_of(address), self._driver.number_of(address)
             if found is not None and number:
                 start, nbytes = found
@@ -87,30 +87,30 @@ class CudaSharing:
 
     def open(self, handle: bytes) -> int:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             return int(self._runtime.ipcOpenMemHandle(handle))  # peer access is enabled with it
 
     def close(self, address: int) -> None:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             self._runtime.ipcCloseMemHandle(address)
 
     def signal(self) -> Signal:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             event = self._gpu.cuda.Event(disable_timing=True, interprocess=True)
             self._own[event.ptr] = event
             return Signal(event.ptr, self._runtime.ipcGetEventHandle(event.ptr))
 
     def open_signal(self, handle: bytes) -> int:
         """See Sharing."""
-        with self._gpu.active():
+        with self._gpu.present:
             return int(self._runtime.ipcOpenEventHandle(handle))
 
     def close_signal(self, event: int) -> None:
         """See Sharing."""
         if self._own.pop(event, None) is None:
-            with self._gpu.active():
+            with self._gpu.present:
                 self._runtime.eventDestroy(event)
 
     def lane(self) -> CudaLane:
@@ -134,17 +134,25 @@ class CudaLane:
         self._gpu = gpu
         self._runtime = gpu.runtime
         self._sharing = sharing
-        with gpu.active():
-            self._stream = gpu.cuda.Stream(non_blocking=True)
+        self._stream = gpu.stream()
+        # What compiles, and its headers, are found when first needed, or are not.
+        self._present = gpu.active_for(ImportError, OSError, RuntimeError)
 
     def follow(self) -> None:
         """See Lane."""
-        with self._gpu.active():
-            self._stream.wait_event(self._gpu.entered())
+        with self._gpu.present:
+            entered = self._gpu.entered()
+            if entered is not None:
+                self._stream.wait_event(entered)
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
         """See Lane."""
-        with self._gpu.active():
+        if not self._gpu.copies.between_devices(source, target, nbytes, self._stream):
+            self.copy_anywhere(source, target, nbytes)
+
+    def copy_anywhere(self, source: int, target: int, nbytes: int) -> None:
+        """See Lane."""
+        with self._gpu.present:
             self._runtime.memcpyAsync(target, source, nbytes, _ANYWHERE, self._stream.ptr)
 
     def fold(self, folder: Folder, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
@@ -158,19 +166,18 @@ class CudaLane:
             kernels.real_of(element)(folder.terms or 1),
             *(folder.factors or ()),
         )
-        # What compiles, and its headers, are found when first needed, or are not.
-        with self._gpu.active(ImportError, OSError, RuntimeError), self._stream:
+        with self._present:
             kernel = self._sharing.kernel(folder, len(sources), len(targets))
-            kernel((kernels.blocks(element, count),), (kernels.THREADS,), arguments)
+            kernel((kernels.blocks(element, count),), (kernels.THREADS,), arguments, stream=self._stream)
 
     def record(self, event: int) -> None:
         """See Lane."""
-        with self._gpu.active():
+        with self._gpu.present:
             self._runtime.eventRecord(event, self._stream.ptr)
 
     def wait(self, event: int) -> None:
         """See Lane."""
-        with self._gpu.active():
+        with self._gpu.present:
             self._runtime.streamWaitEvent(self._stream.ptr, event)
 
     def mark(self) -> CudaMark:

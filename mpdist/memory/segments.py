@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Segments:
         self._fence = fence
         self._shown: list[Segment | None] = [None] * ENTRIES
         self._next = 0
+        self._refreshed = 0.0
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment with this memory, and the offset of its word; None where others cannot open it."""
@@ -63,8 +65,12 @@ class Segments:
             return None
         return segment, self._at + 8 * (self._show(segment) if entry is None else entry)
 
-    def refresh(self) -> None:
-        """Let others know which are gone."""
+    def refresh(self, every: float = 0.0) -> None:
+        """Let others know which are gone, unless that was found out less than so many seconds ago."""
+        now = monotonic()
+        if now < self._refreshed + every:
+            return
+        self._refreshed = now
         for entry, segment in enumerate(self._shown):
             if segment is not None and self._sharing.number_of(segment.start) != segment.number:
                 self._hide(entry)

@@ -59,6 +59,9 @@ class Lane(Protocol):
     def copy(self, source: int, target: int, nbytes: int) -> None:
         """Queue a copy between two addresses of devices."""
 
+    def copy_anywhere(self, source: int, target: int, nbytes: int) -> None:
+        """Queue a copy between two addresses, of devices or of the host."""
+
     def fold(self, folder: Folder, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
         """Queue what Folder.fold does, on arrays of `count` elements at these addresses."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 CODE_BITS = 9
 CODE_MASK = (1 << CODE_BITS) - 1
@@ -61,7 +61,7 @@ def unpack_size(head: bytes | bytearray | memoryview) -> int:
     return int(_SIZE.unpack(head)[0])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Place:
     """Where the receiver of an array finds its data; all of a message with ARRAY_SHOWN.
 
@@ -82,7 +82,7 @@ class Place:
     handle: bytes
 
     def pack(self) -> bytes:
-        return _SHOWN.pack(*astuple(self))
+        return _SHOWN.pack(self.nbytes, self.ticket, self.offset, self.number, self.word, self.handle)
 
     @classmethod
     def unpack(cls, head: bytes | bytearray) -> Place:

@@ -16,7 +16,7 @@ from mpdist.comm import straight
 from mpdist.memory import openings, slots
 from mpdist.memory.segments import ENTRIES
 from mpdist.memory.slots import PROOF_BYTES
-from mpdist.progress.shown import showing, taking
+from mpdist.progress.shown import show, showing, taking
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -32,6 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "SLOT_BYTES", SLOT_BYTES)
     monkeypatch.setattr(taking, "HOST_BYTES", 3000)
     monkeypatch.setattr(showing, "SHOWN_FROM", 0)
+    monkeypatch.setattr(show, "REFRESH_SECONDS", 0.0)
     for op in straight.IPC_FROM:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
 

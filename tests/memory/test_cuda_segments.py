@@ -24,20 +24,21 @@ class Allocation:
     def __init__(self) -> None:
         self.is_capable = 1
         word = ctypes.POINTER(ctypes.c_uint64)
-        attribute = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        kinds, into = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+        attributes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint, kinds, into, ctypes.c_uint64)
         of_range = ctypes.CFUNCTYPE(ctypes.c_int, word, ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64)
-        self.cuPointerGetAttribute = attribute(self._attribute)
+        self.cuPointerGetAttributes = attributes(self._attributes)
         self.cuMemGetAddressRange_v2 = of_range(self._range)
 
-    def _attribute(self, data: int, attribute: int, address: int) -> int:
-        if not START <= address < START + NBYTES:
-            return INVALID_VALUE
-        if attribute == 7:
-            ctypes.c_uint64.from_address(data).value = NUMBER
-        elif attribute == 10:
-            ctypes.c_int.from_address(data).value = self.is_capable
-        else:
-            return INVALID_VALUE
+    def _attributes(self, number: int, kinds: Any, into: Any, address: int) -> int:
+        for kind, at in zip(kinds[:number], into[:number], strict=True):
+            is_known = START <= address < START + NBYTES
+            if kind == 7:
+                ctypes.c_uint64.from_address(at).value = NUMBER if is_known else 0
+            elif kind == 10:
+                ctypes.c_int.from_address(at).value = self.is_capable if is_known else 0
+            else:
+                return INVALID_VALUE
         return 0
 
     def _range(self, start: Any, nbytes: Any, address: int) -> int:
@@ -55,7 +56,7 @@ def allocation(monkeypatch: pytest.MonkeyPatch) -> Allocation:
     def load(name: str) -> Any:
         opened.append(name)
         return SimpleNamespace(
-            cuPointerGetAttribute=library.cuPointerGetAttribute,
+            cuPointerGetAttributes=library.cuPointerGetAttributes,
             cuMemGetAddressRange_v2=library.cuMemGetAddressRange_v2,
         )
 

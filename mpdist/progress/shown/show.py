@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mpdist.progress.work import Work
     from mpdist.transport.mpi import Request
 
+# Sends look so often at the most which segments are gone: asking the driver about all takes as long as a send.
+REFRESH_SECONDS = 0.05
+
 
 def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
     """Post a message of an array on a device; None where it has to go another way."""
@@ -40,7 +43,7 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
         [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
     )
     work = posted(channel, request, dst, tag, (x, head))
-    showing.refresh()
+    showing.refresh(REFRESH_SECONDS)
     return work
 
 

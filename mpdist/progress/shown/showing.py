@@ -112,11 +112,11 @@ class Showing:
         segment, word = found
         return wire.Place(x.nbytes, at, x.address - segment.start, segment.number, word, segment.handle)
 
-    def refresh(self) -> None:
-        """Let others know which segments are gone."""
+    def refresh(self, every: float = 0.0) -> None:
+        """Let others know which segments are gone, unless that was done less than so many seconds ago."""
         if self.exports.segments is not None:
             with self.channel.engine.lock:
-                self.exports.segments.refresh()
+                self.exports.segments.refresh(every)
 
     def slots(self) -> Slots:
         """Those that have been offered."""
@@ -217,7 +217,7 @@ class Showing:
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         """Some bytes, at once: in a stream that waits for no kernel of the program."""
         lane = self.exports.lane
-        lane.copy(source, target, nbytes)
+        lane.copy_anywhere(source, target, nbytes)
         lane.mark().wait()
 
     # ------------------------------------------------------------------ end
