@@ -154,32 +154,6 @@ extern "C" __global__ void {name}({pointers}, long long count, int is_aligned, {
 """
 
 
-COPY_NAME = "mpdist_copy"
-COPY = """
-struct __align__(16) Pack { unsigned int at[4]; };
-extern "C" __global__ void mpdist_copy(const Pack* x, Pack* y, long long nbytes) {
-    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    long long width = (long long)gridDim.x * blockDim.x;
-    long long packs = nbytes / 16;
-    long long i = at;
-    for (; i + 3 * width < packs; i += 4 * width) {
-        Pack a = x[i], b = x[i + width], c = x[i + 2 * width], d = x[i + 3 * width];
-        y[i] = a;
-        y[i + width] = b;
-        y[i + 2 * width] = c;
-        y[i + 3 * width] = d;
-    }
-    for (; i < packs; i += width) y[i] = x[i];
-    for (i = packs * 16 + at; i < nbytes; i += width) ((char*)y)[i] = ((const char*)x)[i];
-}
-"""
-
-
-def copy_blocks(nbytes: int) -> int:
-    """Of threads, for a copy of so many bytes."""
-    return min(MAX_BLOCKS, max(1, -(-nbytes // (THREADS * PACK_BYTES))))
-
-
 def source(folder: Folder, sources: int, targets: int) -> str:
     """CUDA C++ of the kernel NAME.
 

@@ -147,11 +147,6 @@ class CudaLane:
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
         """See Lane."""
-        if not self._gpu.copies.between_devices(source, target, nbytes, self._stream):
-            self.copy_anywhere(source, target, nbytes)
-
-    def copy_anywhere(self, source: int, target: int, nbytes: int) -> None:
-        """See Lane."""
         with self._gpu.present:
             self._runtime.memcpyAsync(target, source, nbytes, _ANYWHERE, self._stream.ptr)
 

@@ -57,9 +57,6 @@ class Lane(Protocol):
         """Let later work wait for all that copies to the device wait for, see Accelerator.follow."""
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        """Queue a copy between two addresses of devices."""
-
-    def copy_anywhere(self, source: int, target: int, nbytes: int) -> None:
         """Queue a copy between two addresses, of devices or of the host."""
 
     def fold(self, folder: Folder, sources: Sequence[int], targets: Sequence[int], count: int) -> None:

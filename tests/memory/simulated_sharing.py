@@ -244,8 +244,6 @@ class SimulatedLane:
         self._device.copies.append(("between", nbytes))
         self._stream.run(lambda: ctypes.memmove(target, source, nbytes))
 
-    copy_anywhere = copy
-
     def fold(self, folder: Folder, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
         self._device.copies.append(("fold", count * folder.element.itemsize))
         dtype = folder.element.storage

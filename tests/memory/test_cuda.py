@@ -15,7 +15,6 @@ import pytest
 from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory import as_buffer
 from mpdist.memory.cuda import Cuda
-from mpdist.memory.cuda_copies import FROM_HOST
 from mpdist.memory.cuda_errors import failures
 
 OUT, IN, CURRENT = 101, 102, 77
@@ -29,8 +28,6 @@ class Recorded:
         self.capturing: int | None = None
         self.status = 0
         self.is_busy = True
-        self.can_pin = False
-        self.reaches_host = 1
         self.streams = itertools.cycle((OUT, IN))
         self.events = 0
 
@@ -39,13 +36,13 @@ class Recorded:
             CUDARuntimeError=RuntimeError,
             eventRecord=lambda event, stream: self.calls.append(("record", event, stream)),
             memcpyAsync=lambda *arguments: self.calls.append(("copy", *arguments)),
+            memcpy2DAsync=lambda *arguments: self.calls.append(("rows", *arguments)),
             streamIsCapturing=lambda stream: stream == self.capturing,
             hostRegister=self._refuse,
             hostUnregister=self._refuse,
             free=lambda address: self.calls.append(("free", address)),
             eventQuery=lambda event: self.status,
             streamQuery=lambda stream: 600 if self.is_busy else 0,
-            deviceGetAttribute=lambda attribute, index: self.reaches_host,
             getDeviceProperties=lambda index: {"name": f"GPU {index}".encode()},
             driverGetVersion=lambda: 12080,
         )
@@ -56,18 +53,11 @@ class Recorded:
             driver=SimpleNamespace(CUDADriverError=RuntimeError), nvrtc=SimpleNamespace(NVRTCError=RuntimeError),
             compiler=SimpleNamespace(CompileException=RuntimeError),
         )  # fmt: skip
-        cupy.RawKernel = self._kernel  # type: ignore[attr-defined]
+        cupy.RawKernel = None  # type: ignore[attr-defined]
         return cupy
 
     def _refuse(self, *_: object) -> None:
-        if not self.can_pin:
-            raise RuntimeError("not allowed")
-
-    def _kernel(self, code: str, name: str) -> Any:
-        def launch(grid: Any, block: Any, arguments: tuple[Any, ...], *, stream: Any) -> None:
-            self.calls.append((name, *arguments, stream.ptr))
-
-        return launch
+        raise RuntimeError("not allowed")
 
     def _stream(self, *, non_blocking: bool, priority: int) -> Any:
         assert priority < 0
@@ -204,38 +194,19 @@ def test_copies_go_by_streams_of_their_own_and_are_marked(cupy: Recorded) -> Non
     assert cupy.calls == [
         ("copy", address, 4100, 8, 2, OUT),
         ("record", 1, OUT),
-        ("copy", 4104, address, 8, 1, IN),
+        ("rows", 4104, 4, address, 4, 4, 2, 1, IN),
         ("record", 2, IN),
     ]
 
 
-def test_small_copies_from_pinned_memory_are_a_kernel(cupy: Recorded) -> None:
-    cupy.can_pin = True
-    room = np.zeros(2 * FROM_HOST, np.uint8)
-    host = room[-room.__array_interface__["data"][0] % 16 :]
-    gpu, x, address = Cuda(0), as_buffer(Array()), host.__array_interface__["data"][0]
-
-    def copied(start: int, nbytes: int) -> str:
-        cupy.calls.clear()
-        gpu.copy_in(host[start : start + nbytes], x, 0)
-        assert cupy.calls[0][-1] == IN or cupy.calls[0][0] == "copy"
-        return str(cupy.calls[0][0])
-
-    assert copied(0, 64) == "copy"
-    gpu.pin(host[:1000_000])
-    assert copied(16, 1000) == "mpdist_copy"
-    assert cupy.calls[0] == ("mpdist_copy", address + 16, 4096, 1000, IN)
-    assert copied(1000_000 - 96, 64) == "mpdist_copy"
-    assert copied(1000_000 - 48, 64) == "copy"  # some of it is not pinned
-    assert copied(4, 64) == "copy"
-    gpu.pin(host)
-    assert copied(0, FROM_HOST + 1) == "copy"
-    gpu.unpin(host)
-    assert copied(16, 1000) == "copy"
-    cupy.reaches_host = 0
-    gpu = Cuda(0)
-    gpu.pin(host)
-    assert copied(16, 1000) == "copy"
+@pytest.mark.parametrize(("nbytes", "way"), [(8, "rows"), (7, "copy"), (2**15 - 2, "rows"), (2**15, "copy")])
+def test_few_bytes_go_to_the_device_by_an_engine_that_copies(cupy: Recorded, nbytes: int, way: str) -> None:
+    host = np.zeros(nbytes, np.uint8)
+    address = host.__array_interface__["data"][0]
+    Cuda(0).copy_in(host, as_buffer(Array()), 8)
+    half = nbytes // 2
+    rows = ("rows", 4104, half, address, half, half, 2, 1, IN)
+    assert cupy.calls[0] == (rows if way == "rows" else ("copy", 4104, address, nbytes, 1, IN))
 
 
 @pytest.mark.parametrize("way", ["follow", "ready"])

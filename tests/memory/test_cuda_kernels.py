@@ -52,17 +52,6 @@ extern "C" void run{number}(void** x, void** y, long long count, int is_aligned,
 }}
 """
 
-COPY = """
-namespace copies {{
-{source}
-}}
-extern "C" void run_copy(const void* x, void* y, long long nbytes) {{
-    gridDim.x = 2; blockDim.x = 3;
-    for (blockIdx.x = 0; blockIdx.x < 2; blockIdx.x++) for (threadIdx.x = 0; threadIdx.x < 3; threadIdx.x++)
-        copies::{name}((const copies::Pack*)x, (copies::Pack*)y, nbytes);
-}}
-"""
-
 
 def folder_of(op: str, element: Element) -> Folder | None:
     """None where the op does not fit the type."""
@@ -98,7 +87,6 @@ def text_of(number: int, folder: Folder) -> str:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("kernels")
     code = SHIM + "".join(text_of(number, folder) for number, (_, _, folder) in enumerate(CASES))
-    code += COPY.format(source=kernels.COPY.replace('extern "C" __global__ ', ""), name=kernels.COPY_NAME)
     (folder / "kernels.cpp").write_text(code)
     flags = ["-O0", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
     command = ["g++", *flags, "-o", str(folder / "kernels.so"), str(folder / "kernels.cpp")]
@@ -173,13 +161,3 @@ def test_products_are_not_contracted_into_sums() -> None:
 def test_blocks_are_as_many_as_there_is_work_for() -> None:
     element = BY_NAME["float32"]
     assert [kernels.blocks(element, count) for count in (1, 1024, 1025, 10**9)] == [1, 1, 2, kernels.MAX_BLOCKS]
-
-
-@pytest.mark.parametrize("nbytes", [1, 15, 16, 17, 16 * 6, 16 * 24, 16 * 24 + 7, 16 * 61 + 1])
-def test_a_copy_has_all_bytes_and_no_more(library: ctypes.CDLL, nbytes: int) -> None:
-    x = aligned(np.random.default_rng(nbytes).integers(1, 256, nbytes, np.uint8), 0)
-    y = aligned(np.zeros(nbytes + 16, np.uint8), 0)
-    addresses = (ctypes.c_void_p(array.__array_interface__["data"][0]) for array in (x, y))
-    library.run_copy(*addresses, ctypes.c_longlong(nbytes))
-    np.testing.assert_array_equal(y[:nbytes], x)
-    assert not y[nbytes:].any()

@@ -13,7 +13,6 @@ import pytest
 from mpdist.errors import DeviceFailed
 from mpdist.memory import BY_NAME, Folder, as_op, premul_sum
 from mpdist.memory.cuda import Cuda
-from mpdist.memory.cuda_copies import BETWEEN_DEVICES
 from mpdist.memory.cuda_kernels import FLAGS, NAME
 from mpdist.memory.sharing import HANDLE_BYTES
 
@@ -43,7 +42,6 @@ class Recorded:
         for name in names:
             setattr(runtime, name, self._call(name, answers.get(name)))
         runtime.streamQuery = lambda stream: 600 if self.is_busy else 0
-        runtime.deviceGetAttribute = lambda attribute, index: 1
         cupy = ModuleType("cupy")
         cupy.RawKernel = self._kernel  # type: ignore[attr-defined]
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -167,7 +165,7 @@ def test_events_of_this_process_and_of_others(cupy: Recorded) -> None:
 def test_work_begins_after_what_copies_to_the_device_wait_for(cupy: Recorded) -> None:
     lane = Cuda(0).sharing().lane()
     lane.follow()
-    lane.copy_anywhere(100, 200, 64)
+    lane.copy(100, 200, 64)
     assert lane.mark().Test()
     assert cupy.calls == [
         ("eventRecord", 1, 102),
@@ -182,39 +180,6 @@ def test_it_waits_for_nothing_where_nothing_is_under_way(cupy: Recorded) -> None
     cupy.is_busy = False
     Cuda(0).sharing().lane().follow()
     assert not cupy.calls
-
-
-def test_small_aligned_copies_between_devices_are_a_kernel_compiled_once(cupy: Recorded) -> None:
-    lane = Cuda(0).sharing().lane()
-    lane.copy(4096, 8192, 100_001)
-    lane.copy(4096, 8192, BETWEEN_DEVICES)
-    assert [call[0] for call in cupy.calls] == ["RawKernel", "launch", "launch"]
-    assert cupy.calls[1][1:] == (LANE, (25,), (256,), (4096, 8192, 100_001))
-    assert [type(each) for each in cupy.calls[1][4]] == [np.uint64, np.uint64, np.int64]
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "nbytes"),
-    [
-        pytest.param(4096, 8192, BETWEEN_DEVICES + 1, id="large"),
-        pytest.param(4100, 8192, 64, id="the source is not aligned"),
-        pytest.param(4096, 8196, 64, id="the target is not aligned"),
-    ],
-)
-def test_other_copies_go_by_cudas_own_way(cupy: Recorded, source: int, target: int, nbytes: int) -> None:
-    Cuda(0).sharing().lane().copy(source, target, nbytes)
-    assert cupy.calls == [("memcpyAsync", target, source, nbytes, 4, LANE)]
-
-
-def test_where_nothing_can_be_compiled_all_copies_do(cupy: Recorded) -> None:
-    def fail(*_: object) -> None:
-        raise ImportError("no compiler")
-
-    sys.modules["cupy"].RawKernel = fail
-    lane = Cuda(0).sharing().lane()
-    for _ in range(2):
-        lane.copy(4096, 8192, 64)
-    assert cupy.calls == [("memcpyAsync", 8192, 4096, 64, 4, LANE)] * 2
 
 
 def test_a_reduction_is_a_kernel_of_its_own_stream_compiled_once(cupy: Recorded) -> None:

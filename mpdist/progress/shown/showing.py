@@ -217,7 +217,7 @@ class Showing:
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         """Some bytes, at once: in a stream that waits for no kernel of the program."""
         lane = self.exports.lane
-        lane.copy_anywhere(source, target, nbytes)
+        lane.copy(source, target, nbytes)
         lane.mark().wait()
 
     # ------------------------------------------------------------------ end

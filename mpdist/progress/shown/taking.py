@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mpdist.progress.shown.showing import Showing
     from mpdist.progress.shown.ticket import Ticket
 
-Copy = Callable[[int, int, int], None]
-
 # A copy to memory that is not pinned may keep its caller until it is over: so many bytes take less than 1 ms.
 HOST_BYTES = 4 * 1024 * 1024
 
@@ -96,15 +94,15 @@ class Shown:
 
 def take_to_device(shown: Shown, x: Buffer) -> Steps[None]:
     """Copy the data into an array on a device, which may be written."""
-    return _take(shown, x.address, shown.exports.lane.copy, shown.place.nbytes, x)
+    return _take(shown, x.address, shown.place.nbytes, x)
 
 
 def take_to_host(shown: Shown, octets: Array) -> Steps[None]:
     """Copy the data into host memory (uint8)."""
-    return _take(shown, address_of(octets), shown.exports.lane.copy_anywhere, HOST_BYTES, octets)
+    return _take(shown, address_of(octets), HOST_BYTES, octets)
 
 
-def _take(shown: Shown, target: int, copy: Copy, most: int, keep: object) -> Steps[None]:
+def _take(shown: Shown, target: int, most: int, keep: object) -> Steps[None]:
     """Copy all of it to an address, so many bytes at a time at the most; what lies there is kept.
 
     Raises:
@@ -116,30 +114,29 @@ def _take(shown: Shown, target: int, copy: Copy, most: int, keep: object) -> Ste
             yield from _reached(shown.ticket.ready, 1)
             source = shown.array()
             if source is not None:
-                yield from _copied(shown, source, target, shown.place.nbytes, copy, most, marks)
+                yield from _copied(shown, source, target, shown.place.nbytes, most, marks)
             else:
-                yield from _from_slots(shown, target, copy, most, marks)
+                yield from _from_slots(shown, target, most, marks)
     finally:
         shown.drop()
 
 
-def _from_slots(shown: Shown, target: int, copy: Copy, most: int, marks: list[Mark]) -> Steps[None]:
+def _from_slots(shown: Shown, target: int, most: int, marks: list[Mark]) -> Steps[None]:
     source = shown.slots()
     shown.ticket.ask()
     shown.tell()
     for number, (offset, start, end) in enumerate(slots.spans(shown.place.nbytes), 1):
         yield from _reached(shown.ticket.filled, number)
-        yield from _copied(shown, source + offset, target + start, end - start, copy, most, marks)
+        yield from _copied(shown, source + offset, target + start, end - start, most, marks)
         shown.ticket.tell_taken(number)
         shown.tell()
 
 
-def _copied(
-    shown: Shown, source: int, target: int, nbytes: int, copy: Copy, most: int, marks: list[Mark]
-) -> Steps[None]:
+def _copied(shown: Shown, source: int, target: int, nbytes: int, most: int, marks: list[Mark]) -> Steps[None]:
+    lane = shown.exports.lane
     for start in range(0, nbytes, most):
-        copy(source + start, target + start, min(most, nbytes - start))
-        marks[:] = [shown.exports.lane.mark()]
+        lane.copy(source + start, target + start, min(most, nbytes - start))
+        marks[:] = [lane.mark()]
         yield from copied(marks)
 
 

@@ -95,7 +95,8 @@ class Bucket:
         self.op = "sum"
         if is_hooked:  # the hook divides
             return
-        if self.dtype in HALF_TYPES:  # summed in float32: dividing first would cost digits
+        # Halves are summed in float32: dividing first would cost digits. On a device what sums divides, too.
+        if self.dtype in HALF_TYPES or not self.flat.is_cpu:
             self.op = "avg" if divisor == size else premul_sum(1 / divisor)
         else:
             self._scale = 1 / divisor

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import UsageError
-from mpdist.gradients.buckets import BUCKET_BYTES
+from mpdist.gradients.buckets import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers
@@ -119,7 +119,8 @@ class DistributedDataParallel(TorchDataParallel):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        bucket_bytes = BUCKET_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
+        usual_bytes = BUCKET_BYTES if self.device.type == "cpu" else DEVICE_BUCKET_BYTES
+        bucket_bytes = usual_bytes if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
         self.bucket_bytes_cap = max(bucket_bytes, FIRST_BUCKET_BYTES)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.device_type = self.device.type

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from mpdist.gradients.buckets import agreed_order, assign_buckets, positions_of
+from mpdist.gradients.buckets import (
+    DEVICE_SMALLEST_BYTES,
+    SMALLEST_BYTES,
+    agreed_order,
+    assign_buckets,
+    positions_of,
+)
 from mpdist.gradients.talk import Talk
 from mpdist.torch.data_parallel.bucket import Bucket, empty
 from mpdist.torch.data_parallel.notes import Notes
@@ -56,7 +62,8 @@ def make_buckets(
     """The buckets in their order, the notes, and the memory of the notes where they are a message of their own."""
     dense = [index for index in order if not slots[index].is_sparse]
     sizes = [slot.parameter.numel() * slot.parameter.itemsize for slot in slots]
-    groups = assign_buckets(sizes, [slot.parameter.dtype for slot in slots], dense, bucket_bytes)
+    smallest = SMALLEST_BYTES if slots[0].parameter.is_cpu else DEVICE_SMALLEST_BYTES
+    groups = assign_buckets(sizes, [slot.parameter.dtype for slot in slots], dense, bucket_bytes, smallest)
     length = Notes.length(len(slots), comm.size)
     # A sparse gradient may come after the last bucket has started, a hook may change what is in it, and a device would
     # have to be waited for to read it.
