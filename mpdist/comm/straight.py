@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpdist.algorithms.devices import direct_plan, plan
+from mpdist.algorithms.devices import direct_plan, one_gpu_plan, plan
 from mpdist.algorithms.devices.joining import Joining, can_join
 from mpdist.algorithms.devices.plan import Plan
 from mpdist.algorithms.devices.programs import Running
@@ -37,6 +37,9 @@ IPC_FROM = {
     "all_gather": 128 * 1024,
     "broadcast": 128 * 1024,
 }
+# The same where all ranks use one GPU, unless one of them reaches all arrays: their kernels take turns, which takes
+# longer than copies to the host and back, which need not.
+ONE_GPU_FROM = 2 * 1024 * 1024
 
 
 # Where the facts that ranks tell each other are; the first is the call itself.
@@ -96,9 +99,21 @@ class Call:
         factors = factors_in(_column(told, _FACTOR), _column(told, _FACTOR + 1), op, element)
         return Folder(op, element, self.how.size, factors)
 
-    def is_direct(self, told: Sequence[Facts]) -> bool:
-        """Whether all that others read is memory that they reach; the same on all ranks."""
-        return all(told[member][at] != PRIVATE for at, member in self._read_by_others(len(told)))
+    def way(self, team: Team, told: Sequence[Facts]) -> Way | None:
+        """How it goes; None: through the host. The same on all ranks."""
+        size = team.size
+        if team.is_on_one_gpu and self._are_reachable(told, self._all_arrays(size)):
+            is_leader = team.rank == one_gpu_plan.LEADER
+            return Way(LED[self.op], self._all_arrays(size) if is_leader else [])
+        if team.is_on_one_gpu and self.x.nbytes < ONE_GPU_FROM:
+            return None
+        if self._are_reachable(told, self._read_by_others(size)):
+            return Way(DIRECT[self.op], self._read_by_others(size))
+        return Way((ONE_GPU_SLOTS if team.is_on_one_gpu else SLOTS)[self.op], [])
+
+    def _are_reachable(self, told: Sequence[Facts], arrays: Sequence[tuple[int, int]]) -> bool:
+        """Whether these arrays are all in memory that others reach."""
+        return all(told[member][at] != PRIVATE for at, member in arrays)
 
     def _read_by_others(self, size: int) -> list[tuple[int, int]]:
         """Of which members which array, by the fact that says where it is."""
@@ -107,20 +122,36 @@ class Call:
         arrays = (_X_AT, _OUT_AT) if self.op == "all_reduce" else (_X_AT,)
         return [(at, member) for at in arrays for member in range(size)]
 
-    def run(self, team: Team, told: Sequence[Facts]) -> Steps[Any]:
+    def _all_arrays(self, size: int) -> list[tuple[int, int]]:
+        """The same of all that is read or written; a broadcast has one array of each member, which is its out, too."""
+        arrays = (_X_AT,) if self.op == "broadcast" else (_X_AT, _OUT_AT)
+        return [(at, member) for at in arrays for member in range(size)]
+
+    def run(self, team: Team, told: Sequence[Facts], way: Way) -> Steps[Any]:
         """The program; its result is the array on the device."""
         try:
-            plans = DIRECT if self.is_direct(told) else SLOTS
             arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
-            chosen = plans[self.op](*arguments, *([self.src] if self.op == "broadcast" else []))
+            chosen = way.plan(*arguments, *([self.src] if self.op == "broadcast" else []))
             x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
-            for at, member in self._read_by_others(team.size) if plans is DIRECT else ():
+            for at, member in way.opened:
                 if member != team.rank:
                     (x if at == _X_AT else out)[member] = _opened(team, told[member], at)
             yield from Running(team, self.folder(told), x, out).run(chosen)
         finally:
             self.forget()
         return self.result
+
+
+class Way(NamedTuple):
+    """How a collective goes.
+
+    Attributes:
+        plan: makes this rank's part.
+        opened: which arrays of which members this rank needs, by the fact that says where it is.
+    """
+
+    plan: Callable[..., Plan]
+    opened: list[tuple[int, int]]
 
 
 def _opened(team: Team, facts: Facts, at: int) -> int:
@@ -143,6 +174,13 @@ DIRECT: dict[str, Callable[..., Plan]] = {
     "reduce_scatter": direct_plan.ReduceScatter,
     "all_gather": direct_plan.AllGather,
     "broadcast": direct_plan.Broadcast,
+}
+ONE_GPU_SLOTS = {**SLOTS, "all_reduce": one_gpu_plan.AllReduceOverSlots}
+LED: dict[str, Callable[..., Plan]] = {
+    "all_reduce": one_gpu_plan.AllReduce,
+    "reduce_scatter": one_gpu_plan.ReduceScatter,
+    "all_gather": one_gpu_plan.AllGather,
+    "broadcast": one_gpu_plan.Broadcast,
 }
 
 
@@ -171,7 +209,8 @@ def straight(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps
     if told is None:
         return None
     _check(channel, team, op, told)
-    return call.run(team, told)
+    way = call.way(team, told)
+    return None if way is None else call.run(team, told, way)
 
 
 def give_up(channel: Channel) -> None:

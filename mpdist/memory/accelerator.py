@@ -52,6 +52,9 @@ class Accelerator(Protocol):
     def describe(self) -> str:
         """Its name, and the version of its driver."""
 
+    def identity(self) -> int:
+        """A number that only this device has, in all processes of the node (63 bits)."""
+
     def copy_out(self, source: Buffer, start: int, target: Array) -> Mark:
         """Queue a copy of the bytes from `start` on into host memory (uint8), which may be pinned."""
 

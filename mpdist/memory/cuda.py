@@ -14,6 +14,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
@@ -169,6 +170,12 @@ class Cuda:
         """See Accelerator."""
         name = self.runtime.getDeviceProperties(self._index)["name"]
         return f"{name.decode()}, driver {self.runtime.driverGetVersion()}"
+
+    def identity(self) -> int:
+        """See Accelerator: by the GPU's place on the bus, for processes may count their GPUs differently."""
+        with self.present:
+            place = self.runtime.deviceGetPCIBusId(self._index)
+        return int.from_bytes(blake2b(place.encode(), digest_size=8).digest()) >> 1
 
     def empty(self, shape: Sequence[int], dtype: object) -> object:
         """See Accelerator."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpdist.algorithms.devices import direct_plan
+from mpdist.algorithms.devices import direct_plan, one_gpu_plan
 from mpdist.algorithms.devices import plan as plans
 from mpdist.algorithms.devices.order import Tell, Wait, order
 from mpdist.algorithms.devices.plan import AllReduce, At, Fold, Plan, Where
@@ -83,7 +84,12 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 COUNTS = (0, 1, 7, 512, 513, 3000)
 
 
-@pytest.fixture(params=[plans, direct_plan], ids=["slots", "direct"])
+class Whole(SimpleNamespace):
+    AllReduce, ReduceScatter = one_gpu_plan.AllReduceOverSlots, plans.ReduceScatter
+    AllGather, Broadcast = plans.AllGather, plans.Broadcast
+
+
+@pytest.fixture(params=[plans, direct_plan, one_gpu_plan, Whole], ids=["slots", "direct", "led", "slots of one GPU"])
 def way(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -17,6 +17,7 @@ import mpdist
 from mpdist.algorithms.devices import plan
 from mpdist.algorithms.devices.joining import PATTERN_BYTES
 from mpdist.comm import straight
+from mpdist.memory.cuda import Cuda
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -34,7 +35,16 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "SLOT_BYTES", 8192)
     for op in straight.IPC_FROM:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
+    monkeypatch.setattr(straight, "ONE_GPU_FROM", 0)
     return
+
+
+@pytest.fixture(params=["one GPU", "several"])
+def gpus(request: pytest.FixtureRequest, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the ranks think that they all use the same one."""
+    identity = 1 if request.param == "one GPU" else 1 + comm.rank
+    for kind in (Simulated, Cuda):
+        monkeypatch.setattr(kind, "identity", lambda _: identity)
 
 
 def check(found: Any, expected: Any) -> None:
@@ -62,6 +72,7 @@ def everyone(comm: Comm, count: int, dtype: str) -> list[Any]:
     return [numbers(count, dtype, seed=rank) for rank in range(comm.size)]
 
 
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_all_reduce_in_place_and_into_out(comm: Comm, gpu: Gpu, dtype: str) -> None:
     await join(comm, gpu)
@@ -198,6 +209,7 @@ def shared_array(comm: Comm, gpu: Gpu, values: Any) -> Any:
     return array
 
 
+@pytest.mark.usefixtures("gpus")
 async def test_memory_of_the_communicator_goes_through_no_slot(comm: Comm, gpu: Gpu) -> None:
     await join(comm, gpu)
     for count in (1, 7, 5000):
@@ -217,6 +229,12 @@ async def test_memory_of_the_communicator_goes_through_no_slot(comm: Comm, gpu: 
                 check(y, values[root])
             rows = shared_array(comm, gpu, np.tile(values[comm.rank], comm.size))
             check(await comm.reduce_scatter(rows), total)
+            out = shared_array(comm, gpu, np.zeros_like(total))
+            await comm.reduce_scatter(rows, out=out)
+            check(out, total)
+            whole = shared_array(comm, gpu, np.zeros((comm.size, count), np.float32))
+            await comm.all_gather(x, out=whole)
+            check(whole, np.stack(values))
 
 
 async def test_memory_of_the_communicator_is_copied_once(comm: Comm, fake_gpu: Simulated) -> None:
@@ -232,6 +250,44 @@ async def test_memory_of_the_communicator_is_copied_once(comm: Comm, fake_gpu: S
     assert fake_gpu.shared.log.count("open") == opened
 
 
+async def test_on_one_gpu_one_rank_works_for_all(comm: Comm, fake_gpu: Simulated) -> None:
+    fake_gpu.place = 1
+    await join(comm, fake_gpu)
+    x = shared_array(comm, fake_gpu, np.full(4000, comm.rank, np.float32))
+    fake_gpu.copies.clear()
+    for turn in range(3):
+        await comm.all_reduce(x, "max")
+        check(x, np.full(4000, comm.size - 1 + turn, np.float32))
+        fake_gpu.fill(x, np.full(4000, comm.rank + turn + 1, np.float32))
+    await comm.broadcast(x, 1)
+    check(x, np.full(4000, 4, np.float32))
+    works = [("fold", 16000)] * 3 + [("between", 16000)] * (comm.size - 1)
+    assert fake_gpu.copies == (works if comm.rank == 0 else [])
+    opened = fake_gpu.shared.log.count("open")
+    assert opened == (comm.size - 1) * (2 if comm.rank == 0 else 1)
+
+
+async def test_on_one_gpu_private_memory_takes_two_turns_or_goes_through_the_host(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpu.place = 1
+    await join(comm, fake_gpu)
+    fake_gpu.copies.clear()
+    x = fake_gpu.array(np.full(1000, comm.rank))
+    await comm.all_reduce(x, "max")
+    check(x, np.full(1000, comm.size - 1))
+    assert fake_gpu.copies == [("between", 8000), ("fold", 8000)]
+    monkeypatch.setattr(straight, "ONE_GPU_FROM", 8001)
+    fake_gpu.copies.clear()
+    await comm.all_reduce(x)
+    check(x, np.full(1000, comm.size * (comm.size - 1)))
+    assert fake_gpu.copies == [("out", 8000), ("in", 8000)]
+    shared = shared_array(comm, fake_gpu, np.full(1000, comm.rank))
+    await comm.all_reduce(shared)
+    check(shared, np.full(1000, sum(range(comm.size))))
+
+
+@pytest.mark.usefixtures("gpus")
 async def test_where_some_have_private_memory_all_use_slots(comm: Comm, gpu: Gpu) -> None:
     await join(comm, gpu)
     for turn in range(2 * comm.size):

@@ -7,6 +7,7 @@ that whoever does not wait for what it must sees old values.
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import random
 import threading
@@ -117,6 +118,7 @@ class Simulated:
         self.fails: Exception | None = None
         self.copies: list[tuple[str, int]] = []
         self.threads: set[threading.Thread] = set()
+        self.place = os.getpid()
 
     def follow(self, x: Buffer) -> None:
         if self.is_capturing:
@@ -134,6 +136,9 @@ class Simulated:
 
     def attend(self) -> None:
         self.threads.add(threading.current_thread())
+
+    def identity(self) -> int:
+        return self.place
 
     def describe(self) -> str:
         return "a simulated GPU"

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpdist.algorithms.devices import announcing
 from mpdist.algorithms.devices.team import WORDS, Team, new_line, take_offer
-from mpdist.algorithms.devices.words import SINCE, STATE, State, joint_start
+from mpdist.algorithms.devices.words import GPU, SINCE, STATE, State, joint_start
 from mpdist.errors import DeviceFailed
 from mpdist.memory import BY_NAME, Buffer, Folder, as_op
 from mpdist.progress.exporting import exports_of
@@ -124,6 +124,7 @@ class Joining:
             return
         self._line = new_line(self._shared, self._block, channel.world_ranks[channel.rank])
         try:
+            self._line[GPU] = self._exports.accelerator.identity()
             self._offer = self._offered()
         except DeviceFailed as error:
             self._refuse(error)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.algorithms.devices.order import Told
 from mpdist.algorithms.devices.plan import Where, block_bytes, place_in_block
-from mpdist.algorithms.devices.words import GIVEN_UP, ROUNDS_AT, Calls, handle_of, pack_handle, words_needed
+from mpdist.algorithms.devices.words import GIVEN_UP, GPU, ROUNDS_AT, Calls, handle_of, pack_handle, words_needed
 from mpdist.algorithms.shared.calls import call_word, misfit
 from mpdist.errors import CommRevoked, MpdistError
 
@@ -39,6 +39,7 @@ class Team:
         rounds: of all collectives so far; the same on all members when the next starts.
         lane: this member's work.
         calls: as what the members come to collectives.
+        is_on_one_gpu: all members use the same one.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Team:
         self.lane = lane
         self._exports = exports
         self.calls = Calls(lines, channel.rank, shared.fence)
+        self.is_on_one_gpu = len({line[GPU] for line in lines}) == 1
         self._fence = shared.fence
         self._lines = lines
         self._mine = lines[channel.rank]

@@ -21,7 +21,9 @@ from enum import IntEnum
 STATE, SINCE, HOST, DEVICE, BEFORE, GIVEN_UP = range(6)
 # How many rounds it has shown and taken, see order.py.
 ROUNDS_AT = 6
-_FACTS_AT = 8
+# Which GPU it uses, as all processes of the node know it.
+GPU = 8
+_FACTS_AT = 9
 FACTS = 4 + 2 + 2 * 8
 """So many words about a collective."""
 HANDLES_AT = _FACTS_AT + 2 * FACTS
