@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,8 @@ def home(request: pytest.FixtureRequest) -> str:
 
 def there(comm: Comm, gpu: Gpu, values: Any, home: str = "own") -> Any:
     """An array on the GPU that gets these values late."""
-    if home == "own" or (home == "pooled" and not isinstance(gpu, Simulated)):
-        return gpu.array(values)
-    if isinstance(gpu, Simulated) and home == "pooled":
-        array = gpu.shared.pooled(values.shape, values.dtype)
-    else:
-        array = comm.empty(values.shape, values.dtype, device="cuda")
+    make = {"own": gpu.private, "pooled": gpu.pooled, "shared": partial(comm.empty, device="cuda")}[home]
+    array = make(values.shape, values.dtype)
     gpu.fill(array, values)
     return array
 

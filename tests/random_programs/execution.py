@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from memory.simulated import DeviceArray, Simulated
+from comm.devices import Gpu
 from random_programs.programs import (
     COLLECTIVES,
     GROUPS,
@@ -37,9 +37,7 @@ Check = Callable[[Any], None]
 class Execution:
     """One rank's run."""
 
-    def __init__(
-        self, comm: Communicator, steps: list[Step], chance: random.Random, gpu: Simulated | None = None
-    ) -> None:
+    def __init__(self, comm: Communicator, steps: list[Step], chance: random.Random, gpu: Gpu | None = None) -> None:
         """Take a GPU on which some arrays are to be."""
         self._comms: list[Communicator] = [comm]
         self._me = comm.rank
@@ -133,12 +131,9 @@ class Execution:
         gpu = self._gpu
         if gpu is None or self._chance.random() < 0.4:
             return array
-        where = self._chance.choice(("own", "pooled", "shared"))
-        if where == "own":
-            return gpu.array(array)
-        if self._chance.random() < 0.1:
-            gpu.shared.give_back_all()
-        make = gpu.shared.pooled if where == "pooled" else partial(self._comms[0].empty, device="cuda")
+        if self._chance.random() < 0.07:
+            gpu.give_back_all()
+        make = self._chance.choice((gpu.private, gpu.pooled, partial(self._comms[0].empty, device="cuda")))
         there = make(array.shape, array.dtype)
         gpu.fill(there, array)
         return there
@@ -328,7 +323,7 @@ def check_equal(got: Any, wanted: Any, step: Step) -> None:
 
 def at_home(x: Any) -> Any:
     """What an array of the GPU holds now."""
-    return x.get() if isinstance(x, DeviceArray) else x
+    return x.get() if hasattr(x, "__cuda_array_interface__") else x
 
 
 def check_none(result: object) -> None:
