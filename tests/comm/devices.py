@@ -6,8 +6,9 @@ not wait for that stream communicates what was there before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +89,22 @@ def opened(name: str, **options: Any) -> Iterator[Gpu]:
         return
     with simulated(**options) as gpu:
         yield gpu
+
+
+HOMES = ("own", "pooled", "shared")
+"""Whose memory arrays are in: the program's, which has no handle or one, or the communicator's."""
+
+
+def maker(comm: mpdist.Communicator, gpu: Gpu, home: str = "own") -> Callable[..., Any]:
+    """What makes an array of a shape and a dtype there."""
+    return {"own": gpu.private, "pooled": gpu.pooled, "shared": partial(comm.empty, device="cuda")}[home]
+
+
+def there(comm: mpdist.Communicator, gpu: Gpu, values: Any, home: str = "own") -> Any:
+    """An array on the GPU that gets these values late."""
+    array = maker(comm, gpu, home)(values.shape, values.dtype)
+    gpu.fill(array, values)
+    return array
 
 
 def forget(comm: mpdist.Communicator) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from comm.devices import Gpu
+from comm.devices import HOMES, Gpu, there
 from memory.simulated import Simulated
 
 import mpdist
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 Comm = mpdist.Communicator
 
 SLOT_BYTES = 4096
-HOMES = ("own", "pooled", "shared")
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +36,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
 
 
-@pytest.fixture(params=["own", "pooled", "shared"])
+@pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest) -> str:
-    """Whose memory arrays are in: the program's, which has a handle or none, or the communicator's."""
+    """Each of them."""
     return str(request.param)
-
-
-def there(comm: Comm, gpu: Gpu, values: Any, home: str = "own") -> Any:
-    """An array on the GPU that gets these values late."""
-    make = {"own": gpu.private, "pooled": gpu.pooled, "shared": partial(comm.empty, device="cuda")}[home]
-    array = make(values.shape, values.dtype)
-    gpu.fill(array, values)
-    return array
 
 
 def check(found: Any, expected: Any) -> None:

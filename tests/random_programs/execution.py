@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
-from comm.devices import Gpu
+from comm.devices import HOMES, Gpu, there
 from random_programs.programs import (
     COLLECTIVES,
     GROUPS,
@@ -133,10 +132,7 @@ class Execution:
             return array
         if self._chance.random() < 0.07:
             gpu.give_back_all()
-        make = self._chance.choice((gpu.private, gpu.pooled, partial(self._comms[0].empty, device="cuda")))
-        there = make(array.shape, array.dtype)
-        gpu.fill(there, array)
-        return there
+        return there(self._comms[0], gpu, array, self._chance.choice(HOMES))
 
     def _send(self, step: Step, comm: Communicator, dst: int) -> None:
         work: mpdist.Work[None]
