@@ -6,8 +6,9 @@ not wait for that stream communicates what was there before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,15 @@ class Gpu(Protocol):
     def fill(self, array: Any, values: Any) -> None:
         """Give an array there these values, late."""
 
+    def private(self, shape: Sequence[int], dtype: Any) -> Any:
+        """A new array in memory that has no handle."""
+
+    def pooled(self, shape: Sequence[int], dtype: Any) -> Any:
+        """A new array of the program's own library, in a segment of its pool."""
+
+    def give_back_all(self) -> object:
+        """The pool's segments without an array go back to the driver, also those that others have open."""
+
 
 class CupyGpu:
     def __init__(self) -> None:
@@ -42,6 +52,9 @@ class CupyGpu:
 
         self._cupy: Any = cupy
         self._spin = cupy.RawKernel(SPIN, "spin")
+        runtime: Any = cupy.cuda.runtime
+        has_pools = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryPoolsSupported, 0)
+        self._without_handle = cupy.cuda.malloc_async if has_pools else cupy.cuda.malloc_managed
 
     def array(self, values: Any) -> Any:
         there = self._cupy.asarray(np.asarray(values))
@@ -54,14 +67,44 @@ class CupyGpu:
         self._spin((1,), (1,), (np.int64(SPIN_TICKS),))
         array[...] = there
 
+    def private(self, shape: Sequence[int], dtype: Any) -> Any:
+        with self._cupy.cuda.using_allocator(self._without_handle):
+            return self._cupy.empty(tuple(shape), dtype)
+
+    def pooled(self, shape: Sequence[int], dtype: Any) -> Any:
+        pool = self._cupy.get_default_memory_pool()
+        with self._cupy.cuda.using_allocator(pool.malloc):
+            return self._cupy.empty(tuple(shape), dtype)
+
+    def give_back_all(self) -> None:
+        self._cupy.cuda.runtime.deviceSynchronize()  # copies from and to that memory may still be queued
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
 
 @contextmanager
-def opened(name: str) -> Iterator[Gpu]:
+def opened(name: str, **options: Any) -> Iterator[Gpu]:
+    """Options are those of the simulated one."""
     if name == "cupy":
         yield CupyGpu()
         return
-    with simulated() as gpu:
+    with simulated(**options) as gpu:
         yield gpu
+
+
+HOMES = ("own", "pooled", "shared")
+"""Whose memory arrays are in: the program's, which has no handle or one, or the communicator's."""
+
+
+def maker(comm: mpdist.Communicator, gpu: Gpu, home: str = "own") -> Callable[..., Any]:
+    """What makes an array of a shape and a dtype there."""
+    return {"own": gpu.private, "pooled": gpu.pooled, "shared": partial(comm.empty, device="cuda")}[home]
+
+
+def there(comm: mpdist.Communicator, gpu: Gpu, values: Any, home: str = "own") -> Any:
+    """An array on the GPU that gets these values late."""
+    array = maker(comm, gpu, home)(values.shape, values.dtype)
+    gpu.fill(array, values)
+    return array
 
 
 def forget(comm: mpdist.Communicator) -> None:

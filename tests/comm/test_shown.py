@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comm.devices import Gpu
+from comm.devices import HOMES, Gpu, there
 from memory.simulated import Simulated
 
 import mpdist
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 Comm = mpdist.Communicator
 
 SLOT_BYTES = 4096
-HOMES = ("own", "pooled", "shared")
 
 
 @pytest.fixture(autouse=True)
@@ -37,22 +36,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
 
 
-@pytest.fixture(params=["own", "pooled", "shared"])
+@pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest) -> str:
-    """Whose memory arrays are in: the program's, which has a handle or none, or the communicator's."""
+    """Each of them."""
     return str(request.param)
-
-
-def there(comm: Comm, gpu: Gpu, values: Any, home: str = "own") -> Any:
-    """An array on the GPU that gets these values late."""
-    if home == "own" or (home == "pooled" and not isinstance(gpu, Simulated)):
-        return gpu.array(values)
-    if isinstance(gpu, Simulated) and home == "pooled":
-        array = gpu.shared.pooled(values.shape, values.dtype)
-    else:
-        array = comm.empty(values.shape, values.dtype, device="cuda")
-    gpu.fill(array, values)
-    return array
 
 
 def check(found: Any, expected: Any) -> None:

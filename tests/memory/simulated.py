@@ -41,10 +41,11 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        address = _address(self._values) if self._values.size else 0  # all empty ones are there, as CuPy's
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self._values.__array_interface__["data"][0], not self._values.flags.writeable),
+            "data": (address, not self._values.flags.writeable),
             "version": 3,
         }
 
@@ -201,6 +202,18 @@ class Simulated:
             array._values[...] = values
 
         self.program.run(late)
+
+    def private(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        """A new array in memory that has no handle."""
+        return self.empty(shape, dtype)
+
+    def pooled(self, shape: Sequence[int], dtype: Any) -> Any:
+        """One in a segment of the program's library."""
+        return self.shared.pooled(shape, dtype)
+
+    def give_back_all(self) -> int:
+        """Segments without an array go back to the driver; how many."""
+        return self.shared.give_back_all()
 
 
 def _address(memory: Array) -> int:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
-from memory.simulated import DeviceArray, Simulated
+from comm.devices import HOMES, Gpu, there
 from random_programs.programs import (
     COLLECTIVES,
     GROUPS,
@@ -37,9 +36,7 @@ Check = Callable[[Any], None]
 class Execution:
     """One rank's run."""
 
-    def __init__(
-        self, comm: Communicator, steps: list[Step], chance: random.Random, gpu: Simulated | None = None
-    ) -> None:
+    def __init__(self, comm: Communicator, steps: list[Step], chance: random.Random, gpu: Gpu | None = None) -> None:
         """Take a GPU on which some arrays are to be."""
         self._comms: list[Communicator] = [comm]
         self._me = comm.rank
@@ -133,15 +130,9 @@ class Execution:
         gpu = self._gpu
         if gpu is None or self._chance.random() < 0.4:
             return array
-        where = self._chance.choice(("own", "pooled", "shared"))
-        if where == "own":
-            return gpu.array(array)
-        if self._chance.random() < 0.1:
-            gpu.shared.give_back_all()
-        make = gpu.shared.pooled if where == "pooled" else partial(self._comms[0].empty, device="cuda")
-        there = make(array.shape, array.dtype)
-        gpu.fill(there, array)
-        return there
+        if self._chance.random() < 0.07:
+            gpu.give_back_all()
+        return there(self._comms[0], gpu, array, self._chance.choice(HOMES))
 
     def _send(self, step: Step, comm: Communicator, dst: int) -> None:
         work: mpdist.Work[None]
@@ -328,7 +319,7 @@ def check_equal(got: Any, wanted: Any, step: Step) -> None:
 
 def at_home(x: Any) -> Any:
     """What an array of the GPU holds now."""
-    return x.get() if isinstance(x, DeviceArray) else x
+    return x.get() if hasattr(x, "__cuda_array_interface__") else x
 
 
 def check_none(result: object) -> None:

@@ -9,8 +9,7 @@ import os
 import random
 
 import pytest
-from comm.devices import forget
-from memory.simulated import Simulated, simulated
+from comm.devices import Gpu, forget, opened
 from random_programs.execution import Execution
 from random_programs.programs import COLLECTIVES, GROUPS, MESSAGES, program
 
@@ -24,6 +23,12 @@ from mpdist.transport.cuda_aware import Awareness
 
 SEEDS = int(os.environ.get("MPDIST_TEST_SEEDS", "12"))
 LENGTH = 120
+# To MPI the simulated GPU's arrays are the host's; a real one's must not be given to an MPI that does not know them.
+ON_ANY = ("staged", "messages straight")
+WAYS = [
+    *(pytest.param("simulated", way, id=way) for way in (*ON_ANY, "some given to MPI", "all ways")),
+    *(pytest.param("cupy", way, id=f"cupy, {way}", marks=pytest.mark.gpu) for way in ON_ANY),
+]
 
 
 def seeds() -> list[int]:
@@ -55,9 +60,9 @@ async def test_random_programs_agree_with_the_reference(comm: Communicator) -> N
 @pytest.mark.ranks(2, 3)
 @pytest.mark.limit(20 + 10 * SEEDS)
 @pytest.mark.usefixtures("_pieces")
-@pytest.mark.parametrize("way", ["staged", "some given to MPI", "messages straight", "all ways"])
+@pytest.mark.parametrize(("library", "way"), WAYS)
 async def test_the_same_with_some_arrays_on_a_gpu(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, way: str
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, library: str, way: str
 ) -> None:
     if way in ("messages straight", "all ways"):
         monkeypatch.setattr(showing, "SHOWN_FROM", 0)
@@ -65,7 +70,7 @@ async def test_the_same_with_some_arrays_on_a_gpu(
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 30)  # ranks that have theirs on the host know of no chunks
     engine = comm._channel.engine
     forget(comm)
-    with simulated(seconds=0.0001) as gpu:
+    with opened(library, seconds=0.0001) as gpu:
         for number, seed in enumerate(seeds()[:: 4 if way == "all ways" else 2]):
             some = random.Random(f"{number} {comm.rank}").sample(DEVICE_OPERATIONS, len(DEVICE_OPERATIONS) * 2 // 3)
             monkeypatch.setattr(
@@ -75,7 +80,7 @@ async def test_the_same_with_some_arrays_on_a_gpu(
     forget(comm)
 
 
-async def run_all(comm: Communicator, seeds: list[int], gpu: Simulated | None = None) -> None:
+async def run_all(comm: Communicator, seeds: list[int], gpu: Gpu | None = None) -> None:
     for seed in seeds:
         steps = program(seed, comm.size, LENGTH)
         chance = random.Random(f"{seed} {comm.rank} waiting")
