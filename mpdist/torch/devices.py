@@ -26,6 +26,11 @@ def is_served(tensor: Tensor) -> bool:
     return tensor.is_cpu or tensor.device.type in TORCH_DEVICES
 
 
+def tensor_of(array: Any) -> Tensor:
+    """The memory of another library's array on a device."""
+    return torch.from_dlpack(array)
+
+
 def check_together(tensors: Sequence[Tensor]) -> None:
     """Raise where tensors of one operation are in several places.
 

@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import mpdist
 from mpdist.memory.buffer import TORCH_DEVICES, cuda
-from mpdist.torch import registration, work
+from mpdist.torch import devices, registration, work
 
 NAME = "simgpu"
 
@@ -370,6 +370,7 @@ def install() -> None:
     registration.DEVICES.append(NAME)
     # A Future that knows its devices asks the backend for streams, which one in Python cannot give.
     work.devices_of = lambda tensors: []
+    devices.tensor_of = lambda array: moved(torch.from_numpy(array._values), ON_DEVICE)
 
 
 @contextmanager

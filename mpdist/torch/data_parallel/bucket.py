@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mpdist.errors import UsageError
 from mpdist.memory import premul_sum
+from mpdist.torch import devices
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
@@ -206,11 +207,10 @@ class Bucket:
 
 def empty(comm: Communicator, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A 1-D tensor in memory that communicates best."""
-    if device.type != "cpu":
-        return torch.empty(count, dtype=dtype, device=device)
-    if dtype is torch.bfloat16:
-        return torch.from_numpy(comm.empty(count, np.int16)).view(dtype)
-    return torch.from_numpy(comm.empty(count, str(dtype).removeprefix("torch.")))
+    element = np.int16 if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        return torch.from_numpy(comm.empty(count, element)).view(dtype)
+    return devices.tensor_of(comm.empty(count, element, device=f"cuda:{device.index or 0}")).view(dtype)
 
 
 def _explained(slot: Slot) -> UsageError:
