@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,8 +33,7 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
         UnsupportedBuffer: they are not all on one device.
         UsageError: what the method raises, and where the arrays overlap.
     """
-    bound = _signature(method).bind(operations, *args, **kwargs)
-    given = bound.arguments
+    given = dict(zip(_names(method), args, strict=False)) | kwargs  # which the method has accepted
     name, x, out = method.__name__.lstrip("_"), given["x"], given.get("out")
     is_root = operations.rank in (given.get("src"), given.get("dst"))
     reads = is_root or name not in ("broadcast", "scatter")
@@ -50,7 +48,7 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
         for mark in staging.copy_out():
             mark.wait()
         staging.sources.clear()
-    return method(through(operations, staging), *bound.args[1:], **bound.kwargs)
+    return method(through(operations, staging), **given)
 
 
 def _staging(operations: Any, op: str, device: Device, is_even: bool) -> Staging:
@@ -69,13 +67,17 @@ class Runs(Protocol):
 
 def through(operations: Any, staging: Runs) -> Any:
     """A view of a communicator: what is called on it is run by `staging`."""
-    view = copy(operations)
-    view.__class__ = _view_of(operations.__class__)
+    kind = _view_of(operations.__class__)
+    view = kind.__new__(kind)
+    view.__dict__.update(operations.__dict__)
     view._channel = StagedChannel(operations, staging)
     return view
 
 
-_signature = cache(inspect.signature)
+@cache
+def _names(method: Callable[..., Any]) -> list[str]:
+    """Of its arguments, but for the communicator."""
+    return list(inspect.signature(method).parameters)[1:]
 
 
 @cache

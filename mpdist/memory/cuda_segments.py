@@ -6,10 +6,19 @@ See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html and g
 from __future__ import annotations
 
 import ctypes
+import threading
 
 # CUpointer_attribute
 _BUFFER_ID, _IS_LEGACY_CUDA_IPC_CAPABLE = 7, 10
 _ASKED = (ctypes.c_int * 2)(_IS_LEGACY_CUDA_IPC_CAPABLE, _BUFFER_ID)
+
+
+class _Answer(threading.local):
+    """Where a thread is answered; made once, for making it takes longer than asking."""
+
+    def __init__(self) -> None:
+        self.is_capable, self.number = ctypes.c_int(0), ctypes.c_uint64(0)
+        self.places = (ctypes.c_void_p * 2)(ctypes.addressof(self.is_capable), ctypes.addressof(self.number))
 
 
 class Driver:
@@ -25,17 +34,17 @@ class Driver:
         self._attributes.argtypes = [
             ctypes.c_uint, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint64
         ]  # fmt: skip
+        self._answer = _Answer()
         self._range = library.cuMemGetAddressRange_v2
         self._range.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64]
 
     def number_of(self, address: int) -> int:
         """Unique for an allocation; 0 for what is none, or has no legacy handle, as what a pool of the driver gives."""
-        is_capable, number = ctypes.c_int(0), ctypes.c_uint64(0)
-        into = (ctypes.c_void_p * 2)(ctypes.addressof(is_capable), ctypes.addressof(number))
         # What it cannot answer for an address it leaves 0, and succeeds.
-        if self._attributes(2, _ASKED, into, address) or not is_capable.value:
+        answer = self._answer
+        if self._attributes(2, _ASKED, answer.places, address) or not answer.is_capable.value:
             return 0
-        return number.value
+        return answer.number.value
 
     def range_of(self, address: int) -> tuple[int, int] | None:
         """Start and size of the allocation."""

@@ -28,7 +28,7 @@ def is_served(tensor: Tensor) -> bool:
 
 def tensor_of(array: Any) -> Tensor:
     """The memory of another library's array on a device."""
-    return torch.from_dlpack(array)
+    return torch.utils.dlpack.from_dlpack(array)
 
 
 def check_together(tensors: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpdist.errors import UnsupportedBuffer, UsageError
-from mpdist.memory import ELEMENTS, as_buffer
+from mpdist.memory import ELEMENTS, as_buffer, sources
 
 NUMPY_NAMES = [element.name for element in ELEMENTS if element.numpy is not None]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5,), (2, 3), (1, 4, 1), (3, 0, 2)]
@@ -364,3 +365,34 @@ def test_describing_arrays_loads_no_library() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+class CupyArray:
+    """As much of CuPy's as is asked; what it says of itself to others is asked where something is wrong."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, is_plain: bool = True) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.size = int(np.prod(shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.flags = SimpleNamespace(c_contiguous=is_plain)
+        self.device, self.data = SimpleNamespace(id=2), SimpleNamespace(ptr=4096)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        strides = None if self.flags.c_contiguous else (8,)
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (4096, False), "strides": strides, "version": 3}
+
+
+def test_cupys_arrays_are_asked_by_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = ModuleType("cupy")
+    cupy.ndarray = CupyArray  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    x = CupyArray((3, 5), "float16")
+    buffer = as_buffer(x, writable=True)
+    assert (buffer.address, buffer.count, buffer.nbytes, buffer.element.name) == (4096, 15, 30, "float16")
+    assert (str(buffer.device), buffer.readonly, buffer.owner is x) == ("cuda:2", False, True)
+    assert sources._MAKERS[CupyArray] is sources._from_cupy
+    with pytest.raises(UnsupportedBuffer, match="contiguous"):
+        as_buffer(CupyArray((3,), "float32", is_plain=False))
+    with pytest.raises(UnsupportedBuffer, match="longdouble|float128|<f16|c32"):
+        as_buffer(CupyArray((3,), "longdouble"))

@@ -3,7 +3,7 @@
 A member shows the next round before it takes the present one, so that others seldom
 wait for it. Rounds are counted from the team's first to its last; a member tells how
 many it has shown and how many it has taken, both when the work is queued and its
-event recorded: the work itself may come later.
+event recorded: the work itself may come later, see Team.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class Running:
             CommRevoked: another's has.
         """
         team = self._team
+        takes_turns = team.is_on_one_gpu and plan.rounds == 1
         team.lane.follow()
         first = team.rounds
         team.rounds += plan.rounds
@@ -50,7 +51,9 @@ class Running:
                         yield HaveTold(team, step.told, step.rounds)
                     team.follow(step.told, step.rounds)
                 elif isinstance(step, Tell):
-                    team.record(step.told, step.rounds)
+                    if takes_turns:
+                        yield from copied([team.lane.mark()])
+                    team.tell(step.told, step.rounds, is_over=takes_turns)
                 else:
                     self._do(step)
             yield from copied([team.lane.mark()])

@@ -102,7 +102,7 @@ class Show:
         if self._ticket.is_over():
             self._showing.slots().leave(self)
             self._is_over = True
-            self._showing.give_back(self._block)  # the ticket may be another message's from now on
+            self._showing.give_back(self._block, self._ticket)  # the ticket may be another message's from now on
             return True
         if self._ticket.is_asked():
             self._fill()

@@ -81,7 +81,7 @@ class Showing:
         self._has_offered = False
         self._block: Block | None = None
         self._line: memoryview | None = None
-        self._tickets: list[Block] = []  # that may be used again
+        self._tickets: list[tuple[Block, Ticket]] = []  # that may be used again
         self._judged: dict[int, bytes] = {}  # the handles of the members' slots
 
     # ------------------------------------------------------------------ as sender
@@ -125,18 +125,18 @@ class Showing:
     def new_ticket(self) -> tuple[Block, Ticket] | None:
         """For one message; None where no shared memory is left."""
         try:
-            block = self._tickets.pop()
+            block, known = self._tickets.pop()
         except IndexError:
             allocated = self._shared.arena.allocate(8 * ticket.WORDS)
             if allocated is None:
                 return None
-            block = allocated
-        block.bytes()[:] = 0
-        return block, self._ticket(self.channel.rank, block.offset)
+            block, known = allocated, self._ticket(self.channel.rank, allocated.offset)
+        known.reset()
+        return block, known
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: Block, ticket: Ticket) -> None:
         """Nobody looks at this ticket any more."""
-        self._tickets.append(block)
+        self._tickets.append((block, ticket))
 
     def keep(self, block: Block) -> None:
         """A receiver may look at this ticket for ever."""

@@ -26,7 +26,7 @@ class Ticket:
         fence: None where the processor orders memory accesses.
 
     Attributes:
-        words: WORDS of them, zeroed before anybody else knows of them.
+        words: WORDS of them.
         fence: orders memory accesses.
     """
 
@@ -35,6 +35,11 @@ class Ticket:
         self.fence = fence or _nothing
 
     # ------------------------------------------------------------------ the sender's
+
+    def reset(self) -> None:
+        """Before anybody else knows of it: for a new message."""
+        for word in range(WORDS):
+            self.words[word] = 0
 
     def tell_ready(self) -> None:
         """The array may be read."""

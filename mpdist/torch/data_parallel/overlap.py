@@ -2,7 +2,8 @@
 
 A thread of ours does where there is a core for it, or a network that would else stand still. On a node whose cores
 are all busy it only takes turns with backward: there each rank moves what is under way when it starts a bucket, and
-does the rest at the end.
+does the rest at the end. So it does where the arrays of the node's GPUs go straight from one to the other: that takes
+less time than the hooks of backward would lose to a thread that holds the interpreter now and then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpdist.algorithms.devices.joining import can_join
 from mpdist.torch.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Overlap:
         self.has_thread = (
             comm.size > 1
             and engine.is_threaded
+            and (device.type == "cpu" or not can_join(comm._channel))
             and is_thread_worth(nodes, len(os.sched_getaffinity(0)), comm.local_size, computing_threads(device))
         )
 

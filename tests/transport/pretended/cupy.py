@@ -42,7 +42,7 @@ class Device:
 class Stream:
     ptr = 1
 
-    def __init__(self, non_blocking: bool) -> None: ...
+    def __init__(self, non_blocking: bool, priority: int) -> None: ...
 
 
 class Event:
@@ -52,6 +52,13 @@ class Event:
     def __init__(self, block: bool, disable_timing: bool) -> None: ...
     def record(self, stream: Stream) -> None: ...
     def synchronize(self) -> None: ...
+
+
+def _copy_rows(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int, stream: int
+) -> None:
+    for row in range(height):
+        ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
 
 def _copy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
@@ -69,6 +76,7 @@ cuda = SimpleNamespace(
     Event=Event,
     runtime=SimpleNamespace(
         memcpyAsync=_copy,
+        memcpy2DAsync=_copy_rows,
         free=lambda address: None,
         CUDARuntimeError=RuntimeError,
         getDeviceProperties=lambda index: {"name": b"Pretended"},
