@@ -29,16 +29,18 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Steps
 
-# Bytes of one rank's input from which on IPC takes the place of staging. A guess: staging costs two copies and MPI's
-# call, some 50 us and more; IPC some events and launches, as many us. Nobody has measured it on a GPU.
+# Bytes of one rank's input from which on IPC takes the place of staging, on a GPU for each rank. A guess: staging costs
+# two copies and MPI's call, some 50 us and more; IPC some events and launches, as many us.
 IPC_FROM = {
     "all_reduce": 128 * 1024,
     "reduce_scatter": 128 * 1024,
     "all_gather": 128 * 1024,
     "broadcast": 128 * 1024,
 }
-# The same where all ranks use one GPU, unless one of them reaches all arrays: their kernels take turns, which takes
-# longer than copies to the host and back, which need not.
+# The same where all ranks use one GPU: where one of them reaches all arrays, and where not. Their kernels take turns,
+# which takes longer than copies to the host and back, which need not. All figures are of bench/gpu.py on an H100,
+# 2026-11-22: at these sizes both ways take the same time.
+LED_FROM = 256 * 1024
 ONE_GPU_FROM = 2 * 1024 * 1024
 
 
@@ -102,11 +104,12 @@ class Call:
     def way(self, team: Team, told: Sequence[Facts]) -> Way | None:
         """How it goes; None: through the host. The same on all ranks."""
         size = team.size
-        if team.is_on_one_gpu and self._are_reachable(told, self._all_arrays(size)):
-            is_leader = team.rank == one_gpu_plan.LEADER
-            return Way(LED[self.op], self._all_arrays(size) if is_leader else [])
-        if team.is_on_one_gpu and self.x.nbytes < ONE_GPU_FROM:
-            return None
+        if team.is_on_one_gpu:
+            if self._are_reachable(told, everything := self._all_arrays(size)):
+                opened = everything if team.rank == one_gpu_plan.LEADER else []
+                return Way(LED[self.op], opened) if self.x.nbytes >= LED_FROM else None
+            if self.x.nbytes < ONE_GPU_FROM:
+                return None
         if self._are_reachable(told, self._read_by_others(size)):
             return Way(DIRECT[self.op], self._read_by_others(size))
         return Way((ONE_GPU_SLOTS if team.is_on_one_gpu else SLOTS)[self.op], [])

@@ -18,10 +18,10 @@ BUCKET_BYTES = 8 * 1024**2
 TAPER = 4
 SMALLEST_BYTES = 1024**2
 
-# The same for a module on a GPU, where a message costs its kernels' launches on the thread that queues backward: 0.2 ms
-# and more, as long as some 50 MB between two GPUs take.
+# The same for a module on a GPU, where a message costs the thread that queues backward 0.3 ms and more, which is as
+# long as some 50 MB between two GPUs take.
 DEVICE_BUCKET_BYTES = 32 * 1024**2
-DEVICE_SMALLEST_BYTES = 8 * 1024**2
+DEVICE_SMALLEST_BYTES = 16 * 1024**2
 
 
 def assign_buckets(

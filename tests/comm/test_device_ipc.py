@@ -35,7 +35,8 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "SLOT_BYTES", 8192)
     for op in straight.IPC_FROM:
         monkeypatch.setitem(straight.IPC_FROM, op, 0)
-    monkeypatch.setattr(straight, "ONE_GPU_FROM", 0)
+    for name in ("LED_FROM", "ONE_GPU_FROM"):
+        monkeypatch.setattr(straight, name, 0)
     return
 
 

@@ -1,6 +1,6 @@
 """Arrays of real sizes on a real GPU: around those from which they go straight, and of more than one slot.
 
-Nothing is changed for the tests here, and what the ranks have opened stays open from one test to the next.
+What the ranks have opened stays open from one test to the next.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from comm.devices import HOMES, SPIN_TICKS, Gpu, forget, maker, opened, there
 import mpdist
 from mpdist.algorithms.devices import plan
 from mpdist.algorithms.devices.joining import Joining
+from mpdist.comm import straight
 from mpdist.comm.straight import IPC_FROM
 from mpdist.memory import as_buffer, slots
 from mpdist.memory.exports import PRIVATE
@@ -48,6 +49,13 @@ def gpu(world: Comm) -> Iterator[Gpu]:
     with opened("cupy") as found:
         yield found
     forget(world)
+
+
+@pytest.fixture(autouse=True)
+def many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes as if each rank had a GPU of its own; what comes of one GPU's is in test_device_ipc.py."""
+    for name in ("LED_FROM", "ONE_GPU_FROM"):
+        monkeypatch.setattr(straight, name, 0)
 
 
 @pytest.fixture(autouse=True)

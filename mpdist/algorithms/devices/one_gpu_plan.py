@@ -23,6 +23,7 @@ class _Led(plan.Even):
     """
 
     has_finish = True
+    tells_late = True
 
     def __post_init__(self) -> None:
         self.columns = self.count // self.rows

@@ -78,10 +78,12 @@ class Plan(Protocol):
     Attributes:
         rounds: as many as it takes.
         has_finish: whether there is anything to finish.
+        tells_late: a part is told of when it is over, instead of when it is queued, see Team.
     """
 
     rounds: int
     has_finish: bool
+    tells_late: bool
 
     def show(self, place: int) -> Iterator[Piece]:
         """In a round, counted from 0."""
@@ -109,6 +111,7 @@ class Even:
     itemsize: int
 
     has_finish = False
+    tells_late = False
 
     def __post_init__(self) -> None:
         self.columns = self.count // self.rows

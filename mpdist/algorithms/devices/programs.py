@@ -40,7 +40,6 @@ class Running:
             CommRevoked: another's has.
         """
         team = self._team
-        takes_turns = team.is_on_one_gpu and plan.rounds == 1
         team.lane.follow()
         first = team.rounds
         team.rounds += plan.rounds
@@ -51,9 +50,9 @@ class Running:
                         yield HaveTold(team, step.told, step.rounds)
                     team.follow(step.told, step.rounds)
                 elif isinstance(step, Tell):
-                    if takes_turns:
+                    if plan.tells_late:
                         yield from copied([team.lane.mark()])
-                    team.tell(step.told, step.rounds, is_over=takes_turns)
+                    team.tell(step.told, step.rounds, is_over=plan.tells_late)
                 else:
                     self._do(step)
             yield from copied([team.lane.mark()])

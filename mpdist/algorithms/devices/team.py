@@ -5,9 +5,8 @@ shown a round, and that it has taken one. An event is waited for only when its o
 has told that it was recorded; the host looks at what is told, and no work on a device
 ever waits for a host. See order.py for what is told when.
 
-On one GPU work that waits for another process's takes part in turns of 140 us (H100). So there
-a collective of one round is told of when it is over, as far as a member has come, and no
-device waits for another.
+On one GPU work that waits for another process's costs turns of 140 us (H100). So what one
+member does for all there is told of when it is over, and no device waits for another.
 """
 
 from __future__ import annotations
