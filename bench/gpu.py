@@ -30,9 +30,11 @@ from measure import Result, is_rank, launch, mpi_name, publish, summary  # besid
 KIB, MIB = 1024, 1024**2
 WARM_UP = 3
 RANKS = 2
+# Messages that are under way at once, as the usual benchmarks of bandwidth have them; as many copies are queued beside.
+AT_A_TIME = 4
 
 Op = Callable[[], object]
-Case = Callable[[str, float], Result]
+Case = Callable[[str, float | None], Result]
 
 
 def check_gpu() -> None:
@@ -94,8 +96,9 @@ class Bench:
 
     def cases(self) -> Iterator[Callable[[], Result]]:
         """The table of targets."""
-        table: tuple[tuple[str, Case, float], ...] = (
+        table: tuple[tuple[str, Case, float | None], ...] = (
             ("IPC send 256 MiB: bandwidth / of a copy in one process", self.send, 0.85),
+            ("the same, each waited for before the next", self.send_alone, None),
             ("second IPC send of an array of 4 MiB / first", self.send_again, 0.1),
             ("staged all_reduce 64 MiB / copy to the host, MPI, copy back", self.staged, 0.4),
             ("IPC all_reduce 64 MiB / staged", self.straight, 0.15),
@@ -109,7 +112,7 @@ class Bench:
 
     # ------------------------------------------------------------------ measuring
 
-    def compare(self, case: str, ours: Op, theirs: Op, number: int, target: float) -> Result:
+    def compare(self, case: str, ours: Op, theirs: Op, number: int, target: float | None) -> Result:
         """Ratio of times."""
         return self.summary(case, *self.alternated(ours, theirs, number), target=target)
 
@@ -164,24 +167,40 @@ class Bench:
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, case: str, target: float) -> Result:
-        """Gigabytes a second from rank 0 to rank 1, against a copy on rank 0 within the device."""
-        x, y = self.filled(256 * MIB, 1), self.filled(256 * MIB, 2)
+    def send(self, case: str, target: float | None) -> Result:
+        """Gigabytes a second from rank 0 to rank 1, against copies on rank 0 within the device; so many at a time."""
+        return self.sent(case, target, AT_A_TIME)
+
+    def send_alone(self, case: str, target: float | None) -> Result:
+        return self.sent(case, target, 1)
+
+    def sent(self, case: str, target: float | None, number: int) -> Result:
+        x = self.filled(256 * MIB, 1)
+        into = [self.filled(256 * MIB, 2) for _ in range(number)]
 
         def ours() -> None:
-            self.passed(x, y)
+            self.passed(x, *into)
 
         def theirs() -> None:
             if self.world.rank == 0:
-                self.cupy.copyto(y, x)
+                for y in into:
+                    self.cupy.copyto(y, x)
+                if number == 1:
+                    self.streams.synchronize()
 
-        ours()
-        if self.world.rank == 1:
+        for _ in range(2):  # the first one goes through the host
+            ours()
+        if self.world.rank == 0:
+            showing = self.world._channel.showing
+            assert showing is not None
+            assert showing.is_taken_by(1), "no IPC: the line above says why"
+        for y in into if self.world.rank == 1 else ():
             assert float(y[0]) == float(y[-1]) == 1
-        rates = [[x.nbytes / us / 1000 for us in times] for times in self.alternated(ours, theirs, 2)]
+        repeats = max(1, AT_A_TIME // number)
+        rates = [[number * x.nbytes / us / 1000 for us in times] for times in self.alternated(ours, theirs, repeats)]
         return self.summary(case, *rates, target=target, unit="GB/s", larger_is_better=True)
 
-    def send_again(self, case: str, target: float) -> Result:
+    def send_again(self, case: str, target: float | None) -> Result:
         """The first message of an array opens the memory where it lies; memory of its own, and kept to the end, so that
         no other array has lain there. Large enough that the driver does not put several into one piece."""
         first: list[float] = []
@@ -202,16 +221,15 @@ class Bench:
         """A CuPy array."""
         return self.cupy.full(nbytes // 4, value, self.cupy.float32)
 
-    def passed(self, x: Any, y: Any) -> None:
-        """x of rank 0 comes to y of rank 1."""
-        if self.world.rank == 0:
-            self.world.send(x, 1).wait()
-        else:
-            self.world.recv(y, 0).wait()
+    def passed(self, x: Any, *into: Any) -> None:
+        """x of rank 0 comes to each of these of rank 1, all under way at once."""
+        send, recv, is_sender = self.world.send, self.world.recv, self.world.rank == 0
+        for work in [send(x, 1) if is_sender else recv(y, 0) for y in into]:
+            work.wait()
 
     # ------------------------------------------------------------------ collectives
 
-    def staged(self, case: str, target: float) -> Result:
+    def staged(self, case: str, target: float | None) -> Result:
         """mpdist without CUDA IPC against a copy to ordinary host memory, mpi4py, and a copy back."""
         from mpi4py import MPI
 
@@ -235,7 +253,7 @@ class Bench:
         comm.close().wait()
         return result
 
-    def straight(self, case: str, target: float) -> Result:
+    def straight(self, case: str, target: float | None) -> Result:
         x = self.zeros(64 * MIB)
         straight, staged = self.world.dup().wait(), self.world.dup().wait()
 
@@ -246,14 +264,16 @@ class Bench:
             with self.without_ipc():
                 staged.all_reduce(x).wait()
 
-        for op in (ours, theirs):
+        for op in (ours, ours, ours, theirs):
             self.checked(x, op)
+        joining: Any = straight._channel.devices
+        assert joining._team.rounds, "no IPC: the line above says why"
         result = self.compare(case, ours, theirs, 2, target)
         for comm in (straight, staged):
             comm.close().wait()
         return result
 
-    def backend(self, case: str, target: float) -> Result:
+    def backend(self, case: str, target: float | None) -> Result:
         x = self.zeros(64 * MIB)
 
         def ours() -> None:
@@ -266,7 +286,7 @@ class Bench:
         self.checked(x, theirs)
         return self.compare(case, ours, theirs, 2, target)
 
-    def ordering(self, case: str, target: float) -> Result:
+    def ordering(self, case: str, target: float | None) -> Result:
         """What it costs to wait for the producer's stream, where that is idle: against copies that wait for nobody."""
         from mpdist.comm.staging import pinned_of
         from mpdist.memory import as_buffer
@@ -289,7 +309,7 @@ class Bench:
 
     # ------------------------------------------------------------------ training
 
-    def data_parallel(self, case: str, target: float) -> Result:
+    def data_parallel(self, case: str, target: float | None) -> Result:
         from models import CASES
         from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 

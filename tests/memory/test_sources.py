@@ -394,5 +394,5 @@ def test_cupys_arrays_are_asked_by_attributes(monkeypatch: pytest.MonkeyPatch) -
     assert sources._MAKERS[CupyArray] is sources._from_cupy
     with pytest.raises(UnsupportedBuffer, match="contiguous"):
         as_buffer(CupyArray((3,), "float32", is_plain=False))
-    with pytest.raises(UnsupportedBuffer, match="longdouble|float128|<f16|c32"):
+    with pytest.raises(UnsupportedBuffer, match=r"longdouble|float128|<f16|c32"):
         as_buffer(CupyArray((3,), "longdouble"))
