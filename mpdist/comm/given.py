@@ -16,7 +16,8 @@ from mpdist.progress.marks import Attended, copied
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer, Device
-    from mpdist.memory.accelerator import Accelerator, Mark
+    from mpdist.memory.accelerator import Accelerator
+    from mpdist.memory.mark import Mark
     from mpdist.progress.collective import Program, Steps
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Transport

@@ -19,7 +19,7 @@ from mpdist.progress.staged_receive import StagedReceive
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
-    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.mark import Mark
     from mpdist.progress.channel import Channel
     from mpdist.progress.message import Message
     from mpdist.progress.work import Work

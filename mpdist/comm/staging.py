@@ -25,7 +25,7 @@ from mpdist.memory.pinned import Pinned
 from mpdist.progress.marks import copied, settled
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.mark import Mark
     from mpdist.progress.collective import Program, Steps
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Transport

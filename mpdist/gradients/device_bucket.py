@@ -21,8 +21,8 @@ from mpdist.progress.marks import copied, settled
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
     from mpdist.gradients.packing import Packing
-    from mpdist.memory.accelerator import Mark
     from mpdist.memory.elements import Array
+    from mpdist.memory.mark import Mark
     from mpdist.progress.collective import Steps
     from mpdist.transport.mpi import Transport
 

@@ -1,7 +1,7 @@
 """Accelerator: the little that mpdist asks of a device whose memory neither MPI nor NumPy can touch.
 
 Copies are queued, and go on by themselves; a Mark tells when all that was queued
-before it is done. Both directions have a queue of their own, so that one half of an
+before it is done, see mark.py. Both directions have a queue of their own, so that one half of an
 array travels out while the other comes in.
 """
 
@@ -16,21 +16,8 @@ from mpdist.memory.cuda import Cuda
 if TYPE_CHECKING:
     from mpdist.memory.buffer import Buffer, Device
     from mpdist.memory.elements import Array
+    from mpdist.memory.mark import Mark
     from mpdist.memory.sharing import Sharing
-
-
-class Mark(Protocol):
-    """A place in a queue of copies; a request, as programs of collectives yield them."""
-
-    def Test(self) -> bool:
-        """Whether all before it is done.
-
-        Raises:
-            DeviceFailed: the device has failed.
-        """
-
-    def wait(self) -> None:
-        """Block until it is."""
 
 
 class Accelerator(Protocol):
@@ -44,7 +31,7 @@ class Accelerator(Protocol):
         """
 
     def ready(self, x: Buffer) -> Mark:
-        """When all is over that the program has queued so far for this memory; raises as follow does."""
+        """When all is over that the program has queued so far for this memory, OVER if it is; raises as follow does."""
 
     def attend(self) -> None:
         """Before calls of an MPI that is given this memory: it looks for the GPU that this thread uses."""

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from mpdist.errors import UsageError
 from mpdist.memory.cuda_errors import Present, failures
 from mpdist.memory.cuda_sharing import CudaSharing
+from mpdist.memory.mark import OVER
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
     from mpdist.memory.buffer import Buffer
     from mpdist.memory.elements import Array
+    from mpdist.memory.mark import Mark
 
 # Handle of the stream with which all blocking streams synchronise; the interface calls it 1, torch and CuPy 0.
 LEGACY_DEFAULT = 1
@@ -248,19 +249,6 @@ class CudaMark:
     def wait(self) -> None:
         with self._failures:
             self._event.synchronize()
-
-
-class _Over:
-    """The mark of what is over already."""
-
-    def Test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-OVER = _Over()
 
 
 def _is_over(runtime: Any, status: int) -> bool:

@@ -16,8 +16,9 @@ import numpy as np
 from mpdist.errors import DeviceFailed
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Accelerator, Mark
+    from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.elements import Array
+    from mpdist.memory.mark import Mark
 
 SMALLEST_BYTES = 64 * 1024
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
     from mpdist.memory.folding import Folder
+    from mpdist.memory.mark import Mark
     from mpdist.memory.segments import Segment
 
 HANDLE_BYTES = 64

@@ -16,7 +16,8 @@ import numpy as np
 
 from mpdist.errors import CommunicationError, DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Buffer
-from mpdist.memory.accelerator import Accelerator, Mark
+from mpdist.memory.accelerator import Accelerator
+from mpdist.memory.mark import Mark
 from mpdist.progress.marks import Attended, copied
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import Receive
@@ -50,6 +51,15 @@ class DeviceReceive(Receive):
         self._host = host
         self._is_given = is_given
         self._ready: Mark = accelerator.ready(x)
+
+    def _poll(self) -> bool:
+        """While this one's data are copied, the copies of others can be queued behind it."""
+        if super()._poll():
+            return True
+        inbox = self._channel.inbox
+        if self.order <= 0 and inbox.box.receives:
+            inbox.poll_once()
+        return False
 
     def accept(self, incoming: Incoming) -> bool:
         try:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mpdist.errors import DeviceFailed
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Accelerator, Mark
+    from mpdist.memory.accelerator import Accelerator
+    from mpdist.memory.mark import Mark
     from mpdist.progress.collective import Steps
     from mpdist.transport.mpi import Request
 

@@ -15,7 +15,7 @@ from mpdist.errors import DeviceFailed
 from mpdist.progress import wire
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.mark import Mark
     from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request
 

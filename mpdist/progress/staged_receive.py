@@ -10,7 +10,7 @@ from mpdist.progress.message import Message
 from mpdist.progress.unbegun import Wrapped
 
 if TYPE_CHECKING:
-    from mpdist.memory.accelerator import Mark
+    from mpdist.memory.mark import Mark
     from mpdist.progress.work import Work
 
 

@@ -22,7 +22,7 @@ from mpdist.algorithms.shared.reduction import cuts
 
 # What a member shows in one round at the most: so much that queueing its copies takes less time than they do, and yet
 # several rounds of a large array overlap. A guess: nobody has measured it on a GPU.
-SLOT_BYTES = 16 * 1024 * 1024
+SLOT_BYTES = 32 * 1024 * 1024
 
 
 class Where(Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpdist.errors import DeviceFailed
+from mpdist.memory.mark import OVER
 from mpdist.memory.slots import SLOTS, spans
 from mpdist.progress import wire
 from mpdist.progress.sending import posted
@@ -12,8 +13,8 @@ from mpdist.progress.shown.showing import may_show, showing_of
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
-    from mpdist.memory.accelerator import Mark
     from mpdist.memory.arena import Block
+    from mpdist.memory.mark import Mark
     from mpdist.progress.channel import Channel
     from mpdist.progress.shown.showing import Showing
     from mpdist.progress.shown.ticket import Ticket
@@ -38,7 +39,9 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
     block, ticket = made
     head = showing.place_of(x, block.offset).pack()
     channel.addressed.add(dst)
-    request = Show(showing, x, dst, ready, block, ticket)
+    if ready is OVER:
+        ticket.tell_ready()
+    request = Show(showing, x, dst, None if ready is OVER else ready, block, ticket)
     request.message = channel.isend(
         [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
     )
@@ -58,11 +61,12 @@ class Show:
 
     message: Request | None
 
-    def __init__(self, showing: Showing, x: Buffer, dst: int, ready: Mark, block: Block, ticket: Ticket) -> None:
+    def __init__(self, showing: Showing, x: Buffer, dst: int, ready: Mark | None, block: Block, ticket: Ticket) -> None:
+        """Take the mark of the data; None: the receiver has been told that they are there."""
         self._showing = showing
         self._x = x
         self._dst = dst
-        self._ready: Mark | None = ready
+        self._ready = ready
         self._block = block
         self._ticket = ticket
         self._is_looked_at = False

@@ -17,8 +17,8 @@ from mpdist.progress.shown.ticket import FAILED, OVER, TAKEN
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
-    from mpdist.memory.accelerator import Mark
     from mpdist.memory.elements import Array
+    from mpdist.memory.mark import Mark
     from mpdist.memory.openings import Opening
     from mpdist.progress import wire
     from mpdist.progress.collective import Steps
