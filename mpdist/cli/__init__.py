@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import mpdist
 from mpdist.errors import MpdistError
 
 USAGE_STATUS = 2
+PIPE_STATUS = 141  # as a shell has it for SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MpdistError as error:
         print(f"mpdist: {error}", file=sys.stderr)
         return USAGE_STATUS
+    except BrokenPipeError:  # whoever reads has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        return PIPE_STATUS
 
 
 def _run(options: argparse.Namespace) -> int:

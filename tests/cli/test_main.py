@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mpdist.cli import build_parser, main
+from mpdist.cli import PIPE_STATUS, build_parser, main
 from mpdist.cli.launcher import Kind
 from mpdist.cli.run import own_addresses, rank_program
 from mpdist.errors import UsageError
@@ -101,3 +102,14 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, capsys: p
 
 def test_own_addresses_are_not_the_loopback() -> None:
     assert not any(address.startswith("127.") for address in own_addresses())
+
+
+def test_a_reader_that_has_had_enough_sees_no_traceback() -> None:
+    info = subprocess.Popen(
+        [sys.executable, "-m", "mpdist", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert info.stdout is not None
+    info.stdout.close()
+    _, errors = info.communicate(timeout=60)
+    assert errors == ""
+    assert info.returncode == PIPE_STATUS
