@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 ALIGNED_BYTES = 16
 
 
+def has_buffers(module: torch.nn.Module) -> bool:
+    """Whether there is any; a tenth of the time that it takes to name them, before every forward."""
+    modules: list[torch.nn.Module | None] = [module]
+    while modules:
+        each = modules.pop()
+        if each is not None:
+            if each._buffers:
+                return True
+            modules.extend(each._modules.values())
+    return False
+
+
 class Buffers:
     """A list of buffers, and the messages in which they travel: one for each device."""
 

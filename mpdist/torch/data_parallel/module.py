@@ -19,7 +19,7 @@ from mpdist.errors import UsageError
 from mpdist.gradients.buckets import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
-from mpdist.torch.data_parallel.buffers import Buffers
+from mpdist.torch.data_parallel.buffers import Buffers, has_buffers
 from mpdist.torch.data_parallel.ending import is_in_backward
 from mpdist.torch.data_parallel.groups import own_communicator, told
 from mpdist.torch.data_parallel.join import DataParallelHook, OwnJoin, Roll, authority
@@ -187,6 +187,8 @@ class DistributedDataParallel(TorchDataParallel):
             self.reducer.expect_nothing()
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if not has_buffers(self.module):
+            return
         self._buffers_sync.broadcast([buffer for _, buffer in self._synced_buffers()], authoritative_rank)
 
     def _synced_buffers(self) -> list[tuple[str, torch.Tensor]]:
