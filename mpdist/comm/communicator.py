@@ -153,10 +153,15 @@ class Communicator(Objects, Collectives, Groups):
         return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
 
     def _empty_there(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
+        exported = self._exported(device, shape, dtype)
+        return accelerator_of(device).empty(shape, dtype) if exported is None else exported
+
+    def _exported(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object | None:
+        """An array that others reach; None where they cannot, or need not."""
         if prod(shape) * dtype.itemsize >= min(showing.SHOWN_FROM, *IPC_FROM.values()) and can_join(self._channel):
             with suppress(DeviceFailed):  # then it is like any other
                 return exports_of(self._channel.engine, device).array(shape, dtype)
-        return accelerator_of(device).empty(shape, dtype)
+        return None
 
     def __repr__(self) -> str:
         state = ", closed" if self._channel.is_closed else ""

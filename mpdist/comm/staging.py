@@ -148,11 +148,22 @@ def pinned_of(engine: Engine, device: Device) -> Pinned:
         shared = engine.shared
 
         def allocate(nbytes: int) -> Any:
-            # whole pages: those of a neighbour could not be pinned beside them
-            return np.frombuffer(mmap(-1, nbytes), np.uint8) if shared is None else shared.empty(nbytes, np.uint8)
+            return pages(nbytes) if shared is None else shared.empty(nbytes, np.uint8)
 
         known = engine.staging[device] = Pinned(accelerator_of(device), allocate)
     return known
+
+
+def pages(nbytes: int) -> Any:
+    """Memory (uint8) of whole pages: beside a neighbour's those could not be pinned.
+
+    Raises:
+        MemoryError: there is none.
+    """
+    try:
+        return np.frombuffer(mmap(-1, nbytes), np.uint8)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes} bytes of memory: {error}") from error
 
 
 def original_of(result: Any) -> Any:

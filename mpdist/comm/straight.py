@@ -132,14 +132,18 @@ class Call:
 
     def run(self, team: Team, told: Sequence[Facts], way: Way) -> Steps[Any]:
         """The program; its result is the array on the device."""
+        arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
+        chosen = way.plan(*arguments, *([self.src] if self.op == "broadcast" else []))
         try:
-            arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
-            chosen = way.plan(*arguments, *([self.src] if self.op == "broadcast" else []))
             x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
             for at, member in way.opened:
                 if member != team.rank:
                     (x if at == _X_AT else out)[member] = _opened(team, told[member], at)
             yield from Running(team, self.folder(told), x, out).run(chosen)
+        except BaseException:
+            if chosen.tells_late:
+                team.keep(self.x, self.out)
+            raise
         finally:
             self.forget()
         return self.result

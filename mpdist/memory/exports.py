@@ -59,6 +59,7 @@ class Exports:
         accelerator: the device.
         segments: memory of the program's own libraries that others may have open; None where none is shown.
         openings: what this process has open of theirs.
+        kept: what must stay to the end, for others may still write there.
     """
 
     _has_said = False
@@ -74,6 +75,7 @@ class Exports:
         self._slots: Slots | None = None
         self.segments: Segments | None = None
         self.openings = Openings(self.sharing)
+        self.kept: list[object] = []
 
     @cached_property
     def lane(self) -> Lane:

@@ -69,7 +69,9 @@ class Pinned:
 
         From any thread, also while memory is being collected, so without a lock.
         """
-        if not all(map(_is_over, marks)):
+        if not self._kept:
+            _wait_for(marks)
+        elif not all(map(_is_over, marks)):
             self._busy.append((block, marks))
             return
         free = self._free.setdefault(block.nbytes, [])
@@ -82,11 +84,7 @@ class Pinned:
         """Give all memory back; that of Loans which are still out when they are dropped."""
         self._kept = 0
         while self._busy:
-            block, marks = self._busy.pop()
-            for mark in marks:
-                with suppress(DeviceFailed):
-                    mark.wait()
-            self.take_back(block, [])
+            self.take_back(*self._busy.pop())
         for free in self._free.values():
             while free:
                 self._unpin(free.pop())
@@ -95,6 +93,12 @@ class Pinned:
         if id(block) in self._pinned:
             self._pinned.discard(id(block))
             self.accelerator.unpin(block)
+
+
+def _wait_for(marks: list[Mark]) -> None:
+    for mark in marks:
+        with suppress(DeviceFailed):
+            mark.wait()
 
 
 def _is_over(mark: Mark) -> bool:

@@ -57,8 +57,8 @@ class DeviceReceive(Receive):
         if super()._poll():
             return True
         inbox = self._channel.inbox
-        if self.order <= 0 and inbox.box.receives:
-            inbox.poll_once()
+        if self.order <= 0 and inbox.box.receives and inbox.poll():
+            inbox.engine.has_advanced = True
         return False
 
     def accept(self, incoming: Incoming) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,11 @@ from comm.reference import ops_for, reduced
 from memory.simulated import Simulated
 
 import mpdist
-from mpdist.algorithms.devices import plan
+from mpdist.algorithms.devices import plan, programs
 from mpdist.algorithms.devices.joining import PATTERN_BYTES
 from mpdist.comm import straight
 from mpdist.memory.cuda import Cuda
+from mpdist.progress.marks import copied
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -402,3 +404,28 @@ async def test_a_device_that_fails_fails_the_collective_on_all_ranks(comm: Comm,
             await comm.all_reduce(x)
     with pytest.raises(mpdist.ClosedError):
         comm.barrier()
+
+
+async def test_after_an_error_nobody_writes_into_others_arrays(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank works for all: what it has queued is over before the others hear that it has given up."""
+    fake_gpu.place = 1
+    await join(comm, fake_gpu)
+    x = shared_array(comm, fake_gpu, np.full(1000, 1.0))
+    queued: list[object] = []
+
+    def interrupted(marks: Any) -> Any:
+        queued.append(marks)
+        if len(queued) == 2:  # the first was that its own array is ready
+            raise ValueError("as a signal's handler may")
+        return copied(marks)
+
+    if comm.rank == 0:
+        monkeypatch.setattr(programs, "copied", interrupted)
+        fake_gpu.program.run(lambda: time.sleep(0.05))
+    with pytest.raises((ValueError, mpdist.CommunicationError)):
+        await comm.all_reduce(x)
+    then = x.get()
+    await asyncio.sleep(0.2)
+    np.testing.assert_array_equal(x.get(), then)

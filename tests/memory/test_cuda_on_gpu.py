@@ -148,3 +148,23 @@ class Owner:
 
     def __del__(self) -> None:
         self.gone.append(True)
+
+
+def test_a_stream_with_work_or_something_to_wait_for_is_not_idle(gpu: Cuda) -> None:
+    import cupy
+
+    blocking, other = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    kernel = cupy.RawKernel(SPIN, "spin")
+    kernel((1,), (1,), (np.int64(1),), stream=blocking)
+    cupy.cuda.runtime.deviceSynchronize()
+    assert all(gpu.is_idle(each) for each in (0, 1, blocking.ptr, other.ptr))
+    kernel((1,), (1,), (np.int64(20 * SPIN_TICKS),), stream=blocking)
+    assert not gpu.is_idle(blocking.ptr)
+    assert not gpu.is_idle(0)  # with which all blocking streams synchronise
+    assert not gpu.is_idle(1)
+    assert gpu.is_idle(other.ptr)
+    other.wait_event(blocking.record())
+    assert not gpu.is_idle(other.ptr)
+    blocking.synchronize()
+    other.synchronize()
+    assert all(gpu.is_idle(each) for each in (0, 1, blocking.ptr, other.ptr))

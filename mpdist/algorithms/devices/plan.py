@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 from mpdist.algorithms.shared.reduction import cuts
 
 # What a member shows in one round at the most: so much that queueing its copies takes less time than they do, and yet
-# several rounds of a large array overlap. A guess: nobody has measured it on a GPU.
+# several rounds of a large array overlap. On one GPU, whose ranks take turns, larger ones are faster still (64 MiB in
+# 0.83 ms instead of 0.92, 1.25 with slots of 16 MiB), but each communicator takes three of them.
 SLOT_BYTES = 32 * 1024 * 1024
 
 

@@ -57,9 +57,9 @@ class Running:
                     self._do(step)
             yield from copied([team.lane.mark()])
         except BaseException:
-            team.give_up()
-            with suppress(DeviceFailed):  # what is queued still reads and writes
+            with suppress(DeviceFailed):  # what is queued still reads and writes, also what is the others'
                 team.lane.mark().wait()
+            team.give_up()
             raise
 
     def _do(self, step: Do) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mpdist.errors import UsageError
 from mpdist.memory import premul_sum
+from mpdist.memory.buffer import TORCH_DEVICES
 from mpdist.torch import devices
 
 if TYPE_CHECKING:
@@ -207,10 +208,13 @@ class Bucket:
 
 def empty(comm: Communicator, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A 1-D tensor in memory that communicates best."""
-    element = np.int16 if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
+    element = np.dtype(np.int16 if dtype is torch.bfloat16 else str(dtype).removeprefix("torch."))
     if device.type == "cpu":
         return torch.from_numpy(comm.empty(count, element)).view(dtype)
-    return devices.tensor_of(comm.empty(count, element, device=f"cuda:{device.index or 0}")).view(dtype)
+    array = comm._exported(TORCH_DEVICES[device.type](device.index or 0), [count], element)
+    if array is None:  # then memory whose use torch knows is better
+        return torch.empty(count, dtype=dtype, device=device)
+    return devices.tensor_of(array).view(dtype)
 
 
 def _explained(slot: Slot) -> UsageError:

@@ -2,8 +2,8 @@
 
 A thread of ours does where there is a core for it, or a network that would else stand still. On a node whose cores
 are all busy it only takes turns with backward: there each rank moves what is under way when it starts a bucket, and
-does the rest at the end. So it does where the arrays of the node's GPUs go straight from one to the other: that takes
-less time than the hooks of backward would lose to a thread that holds the interpreter now and then.
+does the rest at the end. So it does where arrays may go straight between the GPUs of one node: that takes less time
+than the hooks of backward would lose to a thread that holds the interpreter now and then.
 """
 
 from __future__ import annotations
