@@ -145,6 +145,7 @@ class Probe:
 
     def mean(self, queue: Callable[[], object], ranks: tuple[int, ...]) -> float:
         """Microseconds on this rank, if it is one of these."""
+        self.once(queue)  # compiles what is new
         self.runtime.deviceSynchronize()
         self.comm.Barrier()
         times = [self.once(queue) for _ in range(TIMES)] if self.rank in ranks else [0.0]
