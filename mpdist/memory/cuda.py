@@ -35,8 +35,6 @@ _SUCCESS, _NOT_READY = 0, 600  # cudaError_t
 # Fewer bytes the driver brings to the device by the engine that computes, on which processes take turns: 274 us on an
 # H100 while another process does the same. Rows of a rectangle always go by one that copies: 13 us (2026-11-22).
 _BY_ENGINE = 32 * 1024
-# Copies and reductions between kernels of the program, not after all that it has queued; CUDA takes the nearest it has.
-_PRIORITY = -5
 
 
 class _Attended(threading.local):
@@ -83,9 +81,9 @@ class Cuda:
         return Present(self._device, *self._failure, *others)
 
     def stream(self) -> Any:
-        """A new stream, which waits for no other and goes before those of the program."""
+        """A new stream, which waits for no other."""
         with self.present:
-            return self.cuda.Stream(non_blocking=True, priority=_PRIORITY)
+            return self.cuda.Stream(non_blocking=True)
 
     def follow(self, x: Buffer) -> None:
         """See Accelerator."""

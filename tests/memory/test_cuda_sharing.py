@@ -60,9 +60,8 @@ class Recorded:
 
         return call
 
-    def _stream(self, *, non_blocking: bool, priority: int) -> Any:
+    def _stream(self, *, non_blocking: bool) -> Any:
         assert non_blocking
-        assert priority < 0
         return FakeStream(self, next(self.streams))
 
     def _event(self, *, block: bool = False, disable_timing: bool, interprocess: bool = False) -> Any:

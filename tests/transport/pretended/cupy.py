@@ -42,7 +42,7 @@ class Device:
 class Stream:
     ptr = 1
 
-    def __init__(self, non_blocking: bool, priority: int) -> None: ...
+    def __init__(self, non_blocking: bool) -> None: ...
 
 
 class Event:
