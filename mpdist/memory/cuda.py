@@ -52,6 +52,7 @@ class Cuda:
     Attributes:
         cuda, runtime: CuPy's.
         raw_kernel: makes a kernel of its source.
+        present: within it this is the thread's present GPU, and what goes wrong there is DeviceFailed.
 
     Raises:
         ImportError: CuPy is not installed, or finds no driver.
