@@ -139,7 +139,7 @@ class PointToPoint(Operations):
         Returns:
             A Work of a Message without data. `message.recv(x=None)` receives it; no other receive gets it.
         """
-        probe = Probe(self._channel, None, *self._pattern(src, tag))
+        probe = Probe(self._channel, *self._pattern(src, tag), receive_on_device)
         return self._channel.inbox.receive(probe)  # type: ignore[return-value]  # a probe's Message is a ProbedMessage
 
     def _pattern(self, src: Source, tag: Tag) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,19 +35,26 @@ def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[No
     return show(channel, x, dst, tag) or _send_staged(channel, x, dst, tag)
 
 
-def receive_on_device(channel: Channel, x: Buffer, src: int, tag: int) -> Work[Message]:
-    """Receive a message into an array on a device; the arguments are checked."""
+def receive_on_device(
+    channel: Channel, x: Buffer, src: int, tag: int, post: Callable[[Receive], Work[Message]] | None = None
+) -> Work[Message]:
+    """Receive a message into an array on a device; the arguments are checked.
+
+    Args:
+        post: posts the receive, instead of the channel's inbox.
+    """
+    post = post or channel.inbox.receive
     staging = Staging(channel.engine, x.device)
     is_given = _way("recv", channel, x) is Way.GIVEN
     if is_given or may_show(channel, x.nbytes):
         host = partial(Mirror, staging, x)
-        return channel.inbox.receive(DeviceReceive(channel, x, src, tag, staging.accelerator, host, is_given))
+        return post(DeviceReceive(channel, x, src, tag, staging.accelerator, host, is_given))
     mirror = staging.mirror(x)
 
     def copy_in(nbytes: int) -> Mark:
         return staging.accelerator.copy_in(mirror.octets[:nbytes], x, 0)
 
-    return StagedReceive(channel.inbox.receive(Receive(channel, mirror, src, tag)), copy_in, x.owner)
+    return StagedReceive(post(Receive(channel, mirror, src, tag)), copy_in, x.owner)
 
 
 def _way(op: str, channel: Channel, x: Buffer) -> Way:

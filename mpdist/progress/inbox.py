@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpdist.errors import UnsupportedBuffer
-from mpdist.memory import as_buffer
 from mpdist.progress import wire
 from mpdist.progress.array_receive import ArrayReceive
 from mpdist.progress.backoff import message_credit
 from mpdist.progress.mailbox import Mailbox
-from mpdist.progress.message import Incoming, Message, ProbedMessage, ShownIncoming
+from mpdist.progress.message import Incoming, Message, ProbedMessage, ReceiveThere, ShownIncoming
 from mpdist.progress.receive import Receive, ReceiveEither
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from mpdist.memory import Element
+    from mpdist.memory import Buffer, Element
     from mpdist.progress.channel import Channel
     from mpdist.progress.work import Work
 
@@ -216,10 +214,10 @@ class Inbox:
 
     # ------------------------------------------------------------------ probed messages
 
-    def probed(self, incoming: Incoming) -> ProbedMessage:
+    def probed(self, incoming: Incoming, receive_there: ReceiveThere) -> ProbedMessage:
         """Hold a message for its own `recv`."""
         self._probed.add(incoming)
-        incoming.probed = ProbedMessage(self.channel, incoming)
+        incoming.probed = ProbedMessage(self.channel, incoming, receive_there)
         return incoming.probed
 
     def unprobed(self, incoming: Incoming) -> None:
@@ -227,13 +225,13 @@ class Inbox:
         self._probed.discard(incoming)
         incoming.probed = None
 
-    def receive_probed(self, incoming: Incoming, x: object) -> Work[Message]:
-        """Receive a message that a probe has matched."""
-        buffer = None if x is None else as_buffer(x, writable=True)
-        if buffer is not None and not buffer.device.is_host:
-            raise UnsupportedBuffer(f"got an array on {buffer.device}; receive it without x, and copy it there")
+    def receive_probed(self, incoming: Incoming, buffer: Buffer | None) -> Work[Message]:
+        """Receive a message that a probe has matched, into memory of the host."""
         kind = ReceiveEither if buffer is None else Receive
-        receive = kind(self.channel, buffer, incoming.src, incoming.tag)
+        return self.take_probed(incoming, kind(self.channel, buffer, incoming.src, incoming.tag))
+
+    def take_probed(self, incoming: Incoming, receive: Receive) -> Work[Message]:
+        """Let this receive have the message."""
         with self.engine.lock:
             if receive.accept(incoming):
                 self._probed.discard(incoming)
@@ -285,4 +283,4 @@ class Inbox:
 class ClosedInbox(Inbox):
     """The inbox of a closed channel, as another class: open ones need no check on the hot path."""
 
-    receive = receive_array = receive_probed = Inbox._closed
+    receive = receive_array = receive_probed = take_probed = Inbox._closed

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
+from mpdist.memory import as_buffer
 from mpdist.progress import wire
 
 if TYPE_CHECKING:
-    from mpdist.memory import Element
+    from mpdist.memory import Buffer, Element
     from mpdist.progress.channel import Channel
+    from mpdist.progress.receive import Receive
     from mpdist.progress.shown.taking import Shown
     from mpdist.progress.work import Work
+
+# What receives into a Buffer on a device, from a rank and with a tag, by a Receive that is then posted in this way.
+ReceiveThere = Callable[["Channel", "Buffer", int, int, Callable[["Receive"], "Work[Message]"]], "Work[Message]"]
 
 
 class Message:
@@ -51,14 +58,15 @@ class Message:
 class ProbedMessage(Message):
     """A message that was matched, and is received by its own `recv`, by nobody else."""
 
-    __slots__ = ("_channel", "_incoming")
+    __slots__ = ("_channel", "_incoming", "_receive_there")
 
-    def __init__(self, channel: Channel, incoming: Incoming) -> None:
+    def __init__(self, channel: Channel, incoming: Incoming, receive_there: ReceiveThere) -> None:
         element = incoming.element()
         count = 1 if element is None else incoming.nbytes // element.itemsize
         super().__init__(None, incoming.src, incoming.tag, count, incoming.nbytes, element)
         self._channel = channel
         self._incoming: Incoming | None = incoming
+        self._receive_there = receive_there
 
     def recv(self, x: object = None) -> Work[Message]:
         """Receive it into `x`, or into a new array; see Communicator.recv.
@@ -70,8 +78,14 @@ class ProbedMessage(Message):
         if incoming is None:
             raise UsageError(f"{self!r} was received already")
         self._incoming = None
+        channel = self._channel
         try:
-            return self._channel.inbox.receive_probed(incoming, x)
+            buffer = None if x is None else as_buffer(x, writable=True)
+            if buffer is None or buffer.device.is_host:
+                return channel.inbox.receive_probed(incoming, buffer)
+            return self._receive_there(
+                channel, buffer, self.src, self.tag, partial(channel.inbox.take_probed, incoming)
+            )
         except UsageError as error:
             self._incoming = incoming
             raise type(error)(f"recv on {self._channel.where()}: {error}") from error.__cause__

@@ -17,7 +17,7 @@ from mpdist.errors import CommunicationError, MessageTruncated, UnsupportedBuffe
 from mpdist.memory import Buffer
 from mpdist.progress.interruption import is_interruption, is_over
 from mpdist.progress.mailbox import ANY
-from mpdist.progress.message import Incoming, Message
+from mpdist.progress.message import Incoming, Message, ReceiveThere
 from mpdist.progress.transfer import NoRoom, Room, Transfer, kept, receive_now, room_for, transfer
 from mpdist.progress.unbegun import Wrapped
 
@@ -69,10 +69,6 @@ class Receive(Wrapped[Message]):
 
     def accept(self, incoming: Incoming) -> bool:
         """Take the message; False if it does not fit: then this Work has failed, and the message is to be kept."""
-        if self.takes is Takes.ENVELOPE:
-            incoming.order = incoming.order or self.order
-            self._finish(self._channel.inbox.probed(incoming))
-            return True
         try:
             self._check(incoming)
             room = self._room(incoming)
@@ -363,6 +359,16 @@ class Probe(Receive):
 
     op = "probe"
     takes = Takes.ENVELOPE
+
+    def __init__(self, channel: Channel, src: int, tag: int, receive_there: ReceiveThere) -> None:
+        """Take what receives a message into an array on a device."""
+        super().__init__(channel, None, src, tag)
+        self._receive_there = receive_there
+
+    def accept(self, incoming: Incoming) -> bool:
+        incoming.order = incoming.order or self.order
+        self._finish(self._channel.inbox.probed(incoming, self._receive_there))
+        return True
 
     def _give_up(self) -> None:
         if not self._done:

@@ -271,14 +271,25 @@ async def test_what_is_being_recorded_is_refused(comm: Comm, fake_gpu: Simulated
     await comm.all_reduce(x)
 
 
-async def test_a_probed_message_is_not_received_on_a_device(comm: Comm, fake_gpu: Simulated) -> None:
+@pytest.mark.parametrize("count", [3, 40_000])
+async def test_a_probed_message_is_received_on_a_device(comm: Comm, gpu: Gpu, count: int) -> None:
     dst, src = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent = comm.send(np.arange(3), dst)
-    message = await comm.probe(src)
-    with pytest.raises(mpdist.UsageError, match="an array on cuda:0; receive it without x"):
-        message.recv(fake_gpu.array(np.zeros(3, int)))
-    np.testing.assert_array_equal((await message.recv()).data, np.arange(3))
-    await sent
+    for turn in range(3):  # those after the first may be shown
+        for from_gpu in (False, True):
+            given = np.arange(count) + comm.rank + turn
+            sent = comm.send(gpu.array(given) if from_gpu else given, dst, tag=turn)
+            message = await comm.probe(src)
+            assert (message.src, message.tag, message.count) == (src, turn, count)
+            with pytest.raises(mpdist.MessageTruncated):
+                await message.recv(gpu.array(np.zeros(count - 1, int)))
+            x = gpu.array(np.zeros(count + 2, int))
+            came = await message.recv(x)
+            assert (came.data is x, came.count) == (True, count)
+            np.testing.assert_array_equal(x.get(), np.append(np.arange(count) + src + turn, [0, 0]))
+            with pytest.raises(mpdist.UsageError, match="was received already"):
+                message.recv(x)
+            await sent
+        await comm.barrier()
 
 
 async def test_memory_on_a_device(comm: Comm, gpu: Gpu) -> None:

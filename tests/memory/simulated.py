@@ -21,7 +21,7 @@ from memory.simulated_sharing import SimulatedSharing
 
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Device, accelerator
-from mpdist.memory.cuda import failures
+from mpdist.memory.cuda_errors import failures
 from mpdist.memory.elements import Array
 from mpdist.memory.mark import OVER, Mark
 

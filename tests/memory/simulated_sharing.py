@@ -19,7 +19,7 @@ import numpy as np
 
 from mpdist.memory import Folder
 from mpdist.memory.buffer import address_of
-from mpdist.memory.cuda import failures
+from mpdist.memory.cuda_errors import failures
 from mpdist.memory.segments import Segment
 from mpdist.memory.sharing import HANDLE_BYTES, Export, Signal
 
