@@ -240,10 +240,8 @@ class CudaMark:
         self._failures = failures(runtime.CUDARuntimeError)
 
     def Test(self) -> bool:
-        with self._failures:
-            return _is_over(
-                self._runtime, self._runtime.eventQuery(self._event.ptr)
-            )  # Event.done takes an error for "not yet"
+        with self._failures:  # Event.done takes an error for "not yet"
+            return _is_over(self._runtime, self._runtime.eventQuery(self._event.ptr))
 
     def wait(self) -> None:
         with self._failures:

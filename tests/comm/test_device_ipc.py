@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import mpdist
 from mpdist.algorithms.devices import plan, programs
 from mpdist.algorithms.devices.joining import PATTERN_BYTES
 from mpdist.comm import straight
+from mpdist.memory import as_buffer
 from mpdist.memory.cuda import Cuda
 from mpdist.progress.marks import copied
 
@@ -424,8 +426,32 @@ async def test_after_an_error_nobody_writes_into_others_arrays(
     if comm.rank == 0:
         monkeypatch.setattr(programs, "copied", interrupted)
         fake_gpu.program.run(lambda: time.sleep(0.05))
-    with pytest.raises((ValueError, mpdist.CommunicationError)):
+    with pytest.raises(mpdist.CommunicationError if comm.rank == 0 else mpdist.CommRevoked):
         await comm.all_reduce(x)
     then = x.get()
     await asyncio.sleep(0.2)
     np.testing.assert_array_equal(x.get(), then)
+
+
+async def test_an_array_that_another_may_still_write_is_kept(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that gives up while another one works for all: its memory serves no other array."""
+    fake_gpu.place = 1
+    await join(comm, fake_gpu)
+    x = shared_array(comm, fake_gpu, np.full(1000, 1.0))
+    queued: list[object] = []
+
+    def interrupted(marks: Any) -> Any:
+        queued.append(marks)
+        if len(queued) == 2:
+            raise ValueError("as a signal's handler may")
+        return copied(marks)
+
+    if comm.rank == 1:
+        monkeypatch.setattr(programs, "copied", interrupted)
+    with pytest.raises(mpdist.CommunicationError) if comm.rank == 1 else suppress(mpdist.CommRevoked):
+        await comm.all_reduce(x)
+    if comm.rank == 1:
+        (exports,) = comm._channel.engine.exports.values()
+        assert {each.address for each in exports.kept} == {as_buffer(x).address}

@@ -14,16 +14,8 @@ from mpdist.algorithms.devices.plan import At, Piece, Where
 from mpdist.algorithms.shared.reduction import cuts
 
 
-class _Direct(plan.Even):
-    has_finish = True
-
-    def __post_init__(self) -> None:
-        self.columns = self.count // self.rows
-        self.width = self.columns
-        self.rounds = 2
-
-    def show(self, place: int) -> Iterator[Piece]:
-        yield from ()
+class _Direct(plan.Whole):
+    all_rounds = 2
 
     def take(self, place: int) -> Iterator[Piece]:
         if place == 0:

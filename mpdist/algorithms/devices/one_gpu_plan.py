@@ -16,22 +16,13 @@ from mpdist.algorithms.devices.plan import At, Piece, Where
 LEADER = 0
 
 
-class _Led(plan.Even):
+class _Led(plan.Whole):
     """In one round: all show nothing but that their arrays are ready, and LEADER takes, and gives, for all.
 
     Nobody is done before all have taken: then the arrays belong to their members again.
     """
 
-    has_finish = True
     tells_late = True
-
-    def __post_init__(self) -> None:
-        self.columns = self.count // self.rows
-        self.width = self.columns
-        self.rounds = 1
-
-    def show(self, place: int) -> Iterator[Piece]:
-        yield from ()
 
     def take(self, place: int) -> Iterator[Piece]:
         if self.rank == LEADER:

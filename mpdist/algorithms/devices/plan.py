@@ -79,7 +79,7 @@ class Plan(Protocol):
     Attributes:
         rounds: as many as it takes.
         has_finish: whether there is anything to finish.
-        tells_late: a part is told of when it is over, instead of when it is queued, see Team.
+        tells_late: a part is told of when it is over, instead of when it is queued, see Team; nothing is finished then.
     """
 
     rounds: int
@@ -154,6 +154,20 @@ class Even:
         """Beginning with the next: not all read the same one at the same time."""
         for step in range(1, self.size):
             yield (self.rank + step) % self.size
+
+
+class Whole(Even):
+    """All of it in the first round, in which nothing is shown but that an array is ready."""
+
+    has_finish = True
+    all_rounds = 1
+
+    def __post_init__(self) -> None:
+        self.columns = self.width = self.count // self.rows
+        self.rounds = self.all_rounds
+
+    def show(self, place: int) -> Iterator[Piece]:
+        yield from ()
 
 
 class AllReduce(Even):

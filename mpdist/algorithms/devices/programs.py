@@ -55,7 +55,8 @@ class Running:
                     team.tell(step.told, step.rounds, is_over=plan.tells_late)
                 else:
                     self._do(step)
-            yield from copied([team.lane.mark()])
+            if not plan.tells_late:
+                yield from copied([team.lane.mark()])
         except BaseException:
             with suppress(DeviceFailed):  # what is queued still reads and writes, also what is the others'
                 team.lane.mark().wait()

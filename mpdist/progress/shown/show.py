@@ -32,7 +32,7 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
     showing = showing_of(channel, x.device)
     if showing.device != x.device or not showing.is_taken_by(dst):
         return None
-    ready = showing.exports.accelerator.ready(x)
+    ready: Mark | None = showing.exports.accelerator.ready(x)
     made = showing.new_ticket()
     if made is None:
         return None
@@ -41,7 +41,8 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
     channel.addressed.add(dst)
     if ready is OVER:
         ticket.tell_ready()
-    request = Show(showing, x, dst, None if ready is OVER else ready, block, ticket)
+        ready = None
+    request = Show(showing, x, dst, ready, block, ticket)
     request.message = channel.isend(
         [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
     )
