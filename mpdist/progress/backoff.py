@@ -36,7 +36,8 @@ class Backoff:
         hot_seconds: time since the last progress during which nobody sleeps.
         fraction: sleep this part of the time waited so far.
         cap_seconds: but never longer than this.
-        yields: give the processor away between two looks; for more ranks than cores.
+        yields: give the processor away between two looks inside an await, too; for more ranks than cores. A loop's
+            turns do so in any case: others may use the cores, of whom nobody tells.
     """
 
     inline_polls: int = 400

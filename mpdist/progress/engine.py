@@ -324,7 +324,7 @@ class Engine:
                 return
             delay = self.backoff.delay(now - self._last_move, bool(self.active))
             if delay == 0.0:
-                if self.backoff.yields and not self._has_yielded:
+                if not self._has_yielded:
                     os.sched_yield()
                 self._has_yielded = False
                 self._next = loop.call_soon(self._tick)

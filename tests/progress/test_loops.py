@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 
@@ -36,6 +37,23 @@ def in_threads(*functions: Callable[[], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+# ---------------------------------------------------------------------- beside other processes
+
+
+async def test_a_loop_that_looks_again_at_once_gives_way_to_other_processes(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [0]
+    monkeypatch.setattr(os, "sched_yield", lambda: turns.__setitem__(0, turns[0] + 1))
+    work = comm.recv(src=peer(comm))
+    seen = turns[0]
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert turns[0] > seen  # on cores that others use too, for which MPI's launcher counts none
+    comm.send(np.ones(1), peer(comm))
+    await work
 
 
 # ---------------------------------------------------------------------- without a loop
