@@ -1,7 +1,7 @@
 """Across: all_reduce over several nodes, as a pipeline.
 
 Round by round each member reduces its slice in the node and sends it over its
-rail; many slices are under way while the next are reduced. When one comes back,
+rail; a few slices are under way while the next is reduced. When one comes back,
 in the order in which they went, it is handed out in the node.
 """
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpdist.algorithms.crossing import SLICE_BYTES, WINDOW, Crossing, crosses_in_two_steps
 from mpdist.algorithms.shared.reduction import Reducing
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED, TAKEN
 from mpdist.algorithms.shared.turn import Turn
-from mpdist.memory import Folder, as_buffer, as_op
+from mpdist.memory import as_buffer
 
 if TYPE_CHECKING:
     from mpdist.algorithms.cluster import Cluster
@@ -23,14 +24,9 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer
     from mpdist.memory.elements import Array
     from mpdist.progress.collective import Steps
-    from mpdist.transport.mpi import Transport
 
-# So many slices of a rail are under way: with 256 KiB each, 4 MiB, more than a link of 200 Gbit/s holds in 100 us.
-WINDOW = 16
-
-# So many slices come back while the next are waited for. Where they cross in two steps the second is posted when the
-# first is done, and not waited for at once: else those of the last window would go one by one over an idle link.
-RETURNING = 8
+# So many slices that cross in two steps are on their second while the next are waited for.
+RETURNING = 1
 
 # Rounds at the end in which nothing is shown: the next collective may write a result slot when all have ended.
 _QUIET_ROUNDS = 2
@@ -40,6 +36,8 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
     """Reduce x over all members of all nodes into out of all; x may be out."""
     team = cluster.team
     task = Reducing(team, x, out, how.op, None, range(team.size), cluster.rails)
+    if crosses_in_two_steps(cluster, how):
+        task.limit(cluster.rails * SLICE_BYTES)
     if not team.is_free():
         yield team.free()
     before = team.begin(task.rounds + _QUIET_ROUNDS, task.name, x.nbytes, *task.facts())
@@ -106,7 +104,7 @@ class Slice:
         self._crossing: Crossing | None = None
         if rail is None:
             return
-        if how.element.is_half or how.is_compared or rail.reduces_slowly:
+        if crosses_in_two_steps(cluster, how):
             self._crossing = Crossing(cluster, rail, part, -(-part.size // rail.size), how)
         else:
             self._request = rail.iall_reduce(None, as_buffer(part), how.mpi_op)
@@ -128,44 +126,3 @@ class Slice:
         if how.op.name == "avg":
             how.folder.fold([self._part], [self._part])
         return self._part
-
-
-class Crossing:
-    """Rows of each node's part, row r on its way to the r-th node, which reduces them.
-
-    16-bit types cross as float32 where the parts are sums, which are rounded at the end.
-
-    Attributes:
-        request: of the exchange.
-    """
-
-    def __init__(self, cluster: Cluster, rail: Transport, part: Array, width: int, how: Reduction) -> None:
-        self._how = how
-        self._count = part.size
-        self._width = width
-        # With one rank a node the parts are inputs, and exact in 16 bits.
-        is_input = all(len(members) == 1 for members in cluster.nodes) and how.op.factor is None
-        is_wide = how.element.is_half and not is_input
-        sent = np.zeros((rail.size, width), np.float32 if is_wide else how.element.storage)
-        Folder(as_op("sum"), how.element, None).fold([part], [sent.reshape(-1)[: part.size]])
-        self._rows = np.empty_like(sent)
-        self.request = rail.iall_to_all(as_buffer(sent), as_buffer(self._rows))
-
-    def fold_into(self, out: Array) -> None:
-        """This node's row of the result, rounded once."""
-        how = self._how
-        op = as_op("sum") if how.op.factor is not None else how.op  # factors have been applied
-        Folder(op, how.element, how.size).fold(list(self._rows), [out])
-
-    def turn_back(self, rail: Transport) -> Steps[None]:
-        """Reduce this node's row when all are here, and post it to the others."""
-        yield self.request
-        self._row = np.empty(self._width, self._how.element.storage)
-        self.fold_into(self._row)
-        self._whole = np.empty((rail.size, self._width), self._how.element.storage)
-        self._back = rail.iall_gather(as_buffer(self._row), as_buffer(self._whole))
-
-    def gathered(self) -> Steps[Array]:
-        """All rows of the result, which has turned back."""
-        yield self._back
-        return self._whole.reshape(-1)[: self._count]

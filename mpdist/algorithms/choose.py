@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,6 +68,14 @@ HIERARCHICAL_FROM: dict[str, int] = {
     "all_gather": 64 * 1024,
     "broadcast": 64 * 1024,
 }
+# With one rank on each node: from how many bytes and nodes on the link is used better than by MPI's own call.
+SPREAD_FROM: dict[str, tuple[int, int]] = {
+    "all_reduce": (256 * 1024, 2),
+    "reduce": (256 * 1024, 3),
+    "reduce_scatter": (256 * 1024, 2),
+    "broadcast": (512 * 1024, 3),
+    "all_gather": (256 * 1024, 3),
+}
 OPERATIONS = tuple(SHARED_FROM["mpich"])
 
 
@@ -111,16 +120,17 @@ def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algo
 
 def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algorithm] | None:
     """From how many bytes on which algorithm takes the place of MPI's own call; None: never."""
-    if layout.size == 1 or not layout.is_sharing or layout.nodes == layout.size:
+    if layout.size == 1 or not layout.is_sharing or thresholds.forced is Algorithm.NATIVE:
         return None
     algorithm = Algorithm.SHARED if layout.nodes == 1 else Algorithm.HIERARCHICAL
     known = SHARED_FROM["mpich"] if algorithm is Algorithm.SHARED else HIERARCHICAL_FROM
-    if op not in known or thresholds.forced is Algorithm.NATIVE:
+    least, nodes = (0, 0) if layout.nodes < layout.size else SPREAD_FROM.get(op, (0, sys.maxsize))
+    if op not in known or layout.nodes < nodes:
         return None
     if thresholds.forced is not None:
         return 0, algorithm
     table = thresholds.shared if algorithm is Algorithm.SHARED else thresholds.hierarchical
-    return (table[op], algorithm) if op in table else None
+    return (max(table[op], least), algorithm) if op in table else None
 
 
 def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) -> Thresholds:

@@ -1,10 +1,12 @@
 """Hierarchical: shared memory within each node, MPI between them, so that each byte crosses a link once.
 
+With one rank on each node, what is left of it: ways over the link that MPI's own calls don't take.
+
 all_reduce        reduce slices in the node, all_reduce each slice over its rail, hand the slices out in the node
 reduce            as all_reduce
-reduce_scatter    reduce the rows of each rail in the node, reduce_scatter them over the rail
-all_gather        gather over the rails, hand out in the node
-broadcast         hand out in the root's node, a slice over each rail, gather the slices in the nodes
+reduce_scatter    reduce the rows of each rail in the node, exchange them over the rail and reduce them
+all_gather        from node to node over the rails, hand out in the node
+broadcast         hand out in the root's node, a slice over each rail, from node to node, gather the slices in the nodes
 barrier           in the node, over one rail, in the node
 
 Sums of 16-bit types cross as float32 where they stand for several ranks, for they
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.algorithms import across, native
+from mpdist.algorithms import across, chain, crossing, native
 from mpdist.algorithms.cluster import Cluster, assemble_cluster
 from mpdist.algorithms.shared import exchange, reduction
 from mpdist.algorithms.shared.reduction import cuts
@@ -81,15 +83,7 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     parts = np.empty((nodes, out.count), np.float32 if how.element.is_half else how.element.storage)
     mine = [(members[team.rank], parts[number]) for number, members in enumerate(cluster.nodes)]
     yield from reduction.reduce_scatter(team, x, out.count, how.op, None, mine)
-    if how.element.is_half or how.is_compared:
-        crossing = across.Crossing(cluster, rail, parts.reshape(-1), out.count, how)
-        yield crossing.request
-        crossing.fold_into(out.array())
-        return out.owner
-    result = out.array()
-    yield rail.ireduce_scatter(as_buffer(parts), as_buffer(result), how.mpi_op)
-    if how.op.name == "avg":
-        how.folder.fold([result], [result])
+    yield from crossing.reduce_scatter(cluster, rail, parts, out.array(), how)
     return out.owner
 
 
@@ -99,8 +93,11 @@ def all_gather(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -
         yield transport.iall_gather(x, out)
         return out.owner
     team, nodes = cluster.team, len(cluster.nodes)
+    if team.size == 1:
+        yield from chain.all_gather(channel.engine, cluster.rail, x, out)
+        return out.owner
     railed = as_buffer(team.shared.empty((nodes, x.count), x.element.storage))
-    yield cluster.rail.iall_gather(x, railed)
+    yield from chain.all_gather(channel.engine, cluster.rail, x, railed)
     rows = out.array().reshape(channel.size, x.count)
     pulls = [
         (member, number, rows[cluster.nodes[number][member]])
@@ -117,13 +114,14 @@ def broadcast(transport: Transport, channel: Channel, x: Buffer, src: int) -> St
         yield transport.ibroadcast(x, src)
         return x.owner
     team, root_node = cluster.team, cluster.node_of(src)
-    if cluster.node == root_node:
+    if cluster.node == root_node and team.size > 1:
         yield from exchange.broadcast(team, x, cluster.nodes[root_node].index(src))
     whole = x.array()
     at = cuts(x.count, cluster.rails, cluster.rails)
     if cluster.rail is not None:
-        yield cluster.rail.ibroadcast(as_buffer(whole[at[team.rank] : at[team.rank + 1]]), root_node)
-    if cluster.node != root_node:
+        own = as_buffer(whole[at[team.rank] : at[team.rank + 1]])
+        yield from chain.broadcast(channel.engine, cluster.rail, own, root_node)
+    if cluster.node != root_node and team.size > 1:
         for member in range(cluster.rails):
             yield from exchange.broadcast(team, as_buffer(whole[at[member] : at[member + 1]]), member)
     return x.owner

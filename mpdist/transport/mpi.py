@@ -117,6 +117,7 @@ _OPS: dict[str, MPI.Op] = {
     "lxor": MPI.LXOR,
 }
 IN_PLACE = MPI.IN_PLACE
+_IS_OPEN_MPI = FAMILIES.get(MPI.get_vendor()[0]) == "openmpi"
 fromaddress = MPI.buffer.fromaddress
 
 _BOOL_OPS = {**_OPS, "min": MPI.LAND, "max": MPI.LOR, "band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
@@ -152,9 +153,6 @@ class Transport:
     any_tag: int = MPI.ANY_TAG
     byte: object = MPI.BYTE
     failure: type[Exception] = MPI.Exception
-    # Open MPI 5.0.11, 2 hosts, 1 Gbit/s: all_reduce of 16 MiB by Iallreduce over the rails 262 ms, by all_to_all, sums
-    # of ours and all_gather 185; MPICH 146 and 155.
-    reduces_slowly: bool = FAMILIES.get(MPI.get_vendor()[0]) == "openmpi"
     max_total: int | None = None if MPI.VERSION >= 4 else MAX_COUNT
     """How many elements uneven blocks may have together on one rank; None: any number."""
 
@@ -178,6 +176,25 @@ class Transport:
     def together(requests: list[Request]) -> Request:
         """Several requests as one."""
         return Requests(requests)
+
+    @staticmethod
+    def reduces_slowly(size: int) -> bool:
+        """Whether Iallreduce of large arrays over so many ranks takes far longer than the link needs.
+
+        16 MiB between hosts over 1 Gbit/s, where the link needs 142 ms for 2 and 190 for 3: by Open MPI 5.0.11 285 and
+        557, by MPICH 5.0.2 143 and 497.
+        """
+        return _IS_OPEN_MPI or size & (size - 1) != 0
+
+    # ------------------------------------------------------------------ messages within collectives, next to no other
+
+    @leases
+    def isend_to(self, buffer: Buffer, dst: int) -> Request:
+        return self.comm.Isend(_whole(buffer), dst)
+
+    @leases
+    def ireceive_from(self, buffer: Buffer, src: int) -> Request:
+        return self.comm.Irecv(_whole(buffer), src)
 
     # ------------------------------------------------------------------ collectives
 

@@ -50,7 +50,8 @@ PAIRS_SLOTS = Way(Algorithm.HIERARCHICAL, 2, has_reach=False)
 TRIPLES = Way(Algorithm.HIERARCHICAL, 3)
 """On 4 ranks: a node of three and one of one."""
 ALONE = Way(Algorithm.HIERARCHICAL, 1)
-"""One rank on each node, where nothing can be shared: MPI's own calls."""
+"""One rank on each node."""
+ALONE_CHOSEN = Way(None, 1)
 
 
 def skip_without_reach(comm: Communicator) -> None:

@@ -13,6 +13,7 @@ from mpdist.algorithms.choose import (
     HIERARCHICAL_FROM,
     OPERATIONS,
     SHARED_FROM,
+    SPREAD_FROM,
     Algorithm,
     Layout,
     Thresholds,
@@ -47,7 +48,8 @@ def test_a_layout_counts_ranks_and_nodes() -> None:
         (NODES, 4999, Algorithm.NATIVE),
         (NODES, 5000, Algorithm.HIERARCHICAL),
         (UNEVEN, 5000, Algorithm.HIERARCHICAL),
-        (SPREAD, 10**9, Algorithm.NATIVE),
+        (SPREAD, 256 * 1024 - 1, Algorithm.NATIVE),
+        (SPREAD, 256 * 1024, Algorithm.HIERARCHICAL),
         (APART, 10**9, Algorithm.NATIVE),
         (SINGLE, 10**9, Algorithm.NATIVE),
     ],
@@ -70,13 +72,25 @@ def test_forced_means_from_the_first_byte_wherever_it_can_be(op: str, forced: Al
     assert starts(op, NODE, thresholds) == (0, Algorithm.SHARED)
     between = (0, Algorithm.HIERARCHICAL) if op in HIERARCHICAL_FROM else None
     assert starts(op, NODES, thresholds) == between
-    for layout in (SPREAD, APART, SINGLE):
+    assert starts(op, SPREAD, thresholds) == (between if op in SPREAD_FROM else None)
+    for layout in (APART, SINGLE):
         assert starts(op, layout, thresholds) is None
+
+
+def test_with_one_rank_on_each_node_some_operations_take_mpis_call_on_few_nodes_or_on_all() -> None:
+    thresholds = Thresholds({}, HIERARCHICAL_FROM)
+    pair = Layout(2, 2, True)
+    assert starts("broadcast", pair, thresholds) is None
+    assert starts("broadcast", Layout(3, 3, True), thresholds) == (512 * 1024, Algorithm.HIERARCHICAL)
+    assert starts("all_reduce", pair, thresholds) == (256 * 1024, Algorithm.HIERARCHICAL)
+    assert starts("barrier", SPREAD, thresholds) is None
+    later = Thresholds({}, {"all_reduce": 2**30})
+    assert starts("all_reduce", SPREAD, later) == (2**30, Algorithm.HIERARCHICAL)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_native_can_be_forced_everywhere(op: str) -> None:
-    for layout in (NODE, NODES, UNEVEN):
+    for layout in (NODE, NODES, UNEVEN, SPREAD):
         assert choose(op, 10**9, layout, Thresholds(TABLE.shared, TABLE.hierarchical, Algorithm.NATIVE)) is (
             Algorithm.NATIVE
         )

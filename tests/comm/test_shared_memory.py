@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import ALONE, CHANGING, CHOSEN, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
+from algorithms.forcing import (
+    ALONE,
+    ALONE_CHOSEN,
+    CHANGING,
+    CHOSEN,
+    PAIRS,
+    PAIRS_SLOTS,
+    SHARED,
+    SLOTS,
+    TRIPLES,
+    Way,
+    forced,
+)
 from comm import arrays
 from comm.arrays import NUMPY_TYPES, Values, assert_values, kind_of, torch_library
 from comm.reference import HALVES, ops_for, reduced, rounded
@@ -41,6 +53,7 @@ WAYS = (
     pytest.param(PAIRS, marks=pytest.mark.ranks(3, 4)),
     pytest.param(PAIRS_SLOTS, marks=pytest.mark.ranks(4)),
     pytest.param(TRIPLES, marks=pytest.mark.ranks(4)),
+    pytest.param(ALONE, marks=pytest.mark.ranks(3, 4)),
 )
 
 
@@ -209,11 +222,11 @@ async def test_arrays_larger_than_the_slots(way: Communicator, call: Call) -> No
 
 
 @pytest.mark.parametrize("call", [*REDUCING, *MOVING], ids=lambda call: call.__name__)
-@pytest.mark.parametrize("chosen", [CHOSEN, ALONE], ids=str)
+@pytest.mark.parametrize("chosen", [CHOSEN, ALONE_CHOSEN], ids=str)
 async def test_sizes_around_the_thresholds(comm: Communicator, chosen: Way, call: Call) -> None:
     """Small and large ones follow each other on one communicator."""
     async with forced(comm, chosen) as made:
-        for nbytes in (8, 20_000, 16 * 1024, 8, 33_000, 32 * 1024, 130_000, 8, 64 * 1024 * comm.size, 24):
+        for nbytes in (8, 20_000, 16 * 1024, 8, 33_000, 32 * 1024, 130_000, 8, 64 * 1024 * comm.size, 24, 800_000, 40):
             await call(Case(made, "mixed", nbytes // 8, "float64", "sum", nbytes % comm.size))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import CHANGING, CHOSEN, NATIVE, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
+from algorithms.forcing import ALONE, CHANGING, CHOSEN, NATIVE, PAIRS, PAIRS_SLOTS, SHARED, SLOTS, TRIPLES, Way, forced
 from comm.arrays import torch_library
 from comm.reference import rounded
 
@@ -75,7 +75,7 @@ async def test_deterministic_folds_in_rank_order_by_every_algorithm(comm: Commun
     if dtype == "bfloat16" and torch_library() is None:
         pytest.skip("torch is not installed")
     library = Library(dtype)
-    for way in (NATIVE, SHARED, CHANGING, SLOTS, PAIRS, TRIPLES):
+    for way in (NATIVE, SHARED, CHANGING, SLOTS, PAIRS, TRIPLES, ALONE):
         async with forced(comm, way) as made:
             for count in COUNTS:
                 case = f"{way} {dtype} {how} x {count}"
@@ -113,7 +113,7 @@ async def test_deterministic_folds_in_rank_order_where_no_memory_is_left_for_slo
             assert_same_bits(await made.reduce_scatter(many, deterministic=True), wanted, f"reduce_scatter x {count}")
 
 
-@pytest.mark.parametrize("way", [NATIVE, SHARED, CHANGING, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES], ids=str)
+@pytest.mark.parametrize("way", [NATIVE, SHARED, CHANGING, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES, ALONE], ids=str)
 async def test_every_rank_gets_the_same_bits(comm: Communicator, way: Way) -> None:
     """Whatever the order is; also where some ranks' arrays are resident and others' not."""
     async with forced(comm, way) as made:
@@ -136,7 +136,7 @@ async def test_overflow_is_no_error_on_the_rank_where_it_happens(
     comm: Communicator, dtype: str, is_deterministic: bool
 ) -> None:
     """As everywhere else in a reduction, whatever NumPy is told to do of it: the others would wait."""
-    for way in (NATIVE, SHARED, CHANGING, SLOTS, PAIRS):
+    for way in (NATIVE, SHARED, CHANGING, SLOTS, PAIRS, ALONE):
         async with forced(comm, way) as made:
             for factor, value in ((2.0, np.finfo(dtype).max), (1e300, 1)):
                 x = np.full(1000, value if comm.rank == comm.size - 1 else 1, dtype)
@@ -156,7 +156,7 @@ async def test_nan_comes_out_of_every_comparison_with_the_same_bits_on_all_ranks
         pytest.skip("torch is not installed")
     library, ufunc = Library(dtype), getattr(np, f"{op}imum")
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0], np.float32)
-    for way in (CHOSEN, NATIVE, SHARED, CHANGING, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES):
+    for way in (CHOSEN, NATIVE, SHARED, CHANGING, SLOTS, PAIRS, PAIRS_SLOTS, TRIPLES, ALONE):
         async with forced(comm, way) as made:
             for count in (1, 130, 70_001):
                 case = f"{way} {dtype} {op} x {count}"

@@ -84,6 +84,11 @@ class Reducing:
         self._inputs: list[Memory | None] = []
         self._outputs: list[Memory | None] = []
 
+    def limit(self, nbytes: int) -> None:
+        """Take so many bytes a round at the most; before the first."""
+        self.width = min(self.width, nbytes // self.element.itemsize)
+        self.rounds = max(1, -(-self.count // self.width))
+
     def span(self, place: int) -> tuple[int, int]:
         start = place * self.width
         return start, min(start + self.width, self.count)

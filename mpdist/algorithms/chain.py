@@ -1,0 +1,104 @@
+"""Chain: broadcast and all_gather over a rail, from node to node.
+
+Slice by slice each node sends what it has on to the next, so that all links are
+busy at once and each carries the data once: MPI's own calls send them from some
+nodes several times, or from several to one at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpdist.algorithms.crossing import WINDOW
+from mpdist.algorithms.shared.turn import Turn
+from mpdist.memory import as_buffer
+
+if TYPE_CHECKING:
+    from mpdist.memory import Buffer
+    from mpdist.progress.collective import Steps
+    from mpdist.progress.engine import Engine
+    from mpdist.transport.mpi import Request, Transport
+
+# A slice is long enough that Python's share of it is small, and short enough that the last node waits little for its
+# first: so many for each link, within these limits.
+SLICES = 16
+LEAST_BYTES = 256 * 1024
+MOST_BYTES = 4 * 1024 * 1024
+
+
+def slice_bytes(nbytes: int, nodes: int) -> int:
+    """How long the slices of so much are."""
+    return min(max(LEAST_BYTES, nbytes // (SLICES * (nodes - 1))), MOST_BYTES)
+
+
+def is_shorter(slices: int, nodes: int) -> bool:
+    """Whether a chain ends before a tree of whole messages: in steps of one slice over one link."""
+    return slices + nodes - 2 < slices * (nodes - 1).bit_length()
+
+
+def broadcast(engine: Engine, rail: Transport, x: Buffer, root: int) -> Steps[None]:
+    """Copy x of a node into x of all others."""
+    parts = _cut(x, rail.size)
+    if not is_shorter(len(parts), rail.size):
+        yield rail.ibroadcast(x, root)
+        return
+    place = (rail.rank - root) % rail.size
+    coming = parts if place > 0 else []
+    going = parts if place < rail.size - 1 else []
+    yield from _pass_on(engine, rail, coming, going, 0 if coming else len(going))
+
+
+def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
+    """Copy x of all nodes into out of all, in the order of nodes: each sends its own on, and then what it is sent."""
+    rows = out.array().reshape(rail.size, x.count)
+    rows[rail.rank] = x.array()
+    blocks = [_cut(as_buffer(rows[(rail.rank - step) % rail.size]), rail.size) for step in range(rail.size)]
+    own, *others = blocks
+    coming = [part for block in others for part in block]
+    going = [part for block in blocks[:-1] for part in block]
+    yield from _pass_on(engine, rail, coming, going, len(own))
+
+
+def _cut(x: Buffer, nodes: int) -> list[Buffer]:
+    whole = x.array()
+    width = max(1, slice_bytes(x.nbytes, nodes) // x.element.itemsize)
+    return [as_buffer(whole[start : start + width]) for start in range(0, x.count, width)]
+
+
+def _pass_on(
+    engine: Engine, rail: Transport, coming: Sequence[Buffer], going: Sequence[Buffer], lead: int
+) -> Steps[None]:
+    """Receive slices from the node before, and send slices to the next.
+
+    Args:
+        lead: so many of `going` can go at once; each further one when one more of `coming` has come.
+    """
+    before, after = (rail.rank - 1) % rail.size, (rail.rank + 1) % rail.size
+    received: deque[Request] = deque()
+    sent: deque[Request] = deque()
+    ahead = iter(coming)
+    come = 0
+
+    def receive(due: int) -> Steps[None]:
+        nonlocal come
+        while True:
+            while len(received) <= WINDOW and (part := next(ahead, None)) is not None:
+                received.append(rail.ireceive_from(part, before))
+            if come >= due:
+                return
+            yield received.popleft()
+            come += 1
+
+    turn = Turn(engine)
+    for number, part in enumerate(going):
+        # In step with what is sent, even where nothing waits for it: the node before sends no more than is received.
+        yield from receive(min(len(coming), max(number - lead + 1, number - WINDOW)))
+        if len(sent) == WINDOW:
+            yield sent.popleft()
+        sent.append(rail.isend_to(part, after))
+        if turn.is_over:
+            yield turn
+    yield from receive(len(coming))
+    yield from sent
