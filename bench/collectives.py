@@ -7,7 +7,7 @@ beside its target. All contenders of an operation and size take turns in the sam
 rounds (mpdist/bench/rounds.py), and results are checked. Against mpi4py counts
 its faster call, blocking or not. Sizes are those of nccl-tests: of all_gather
 and the like the whole of all blocks. With MPDIST_FAKECLUSTER naming a program
-that makes several hosts on one machine, also 2 hosts with 2 ranks each.
+that makes several hosts on one machine, also between hosts, joined by 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from goals import COPY, FOUR_RANK_ROWS, MIB, RAW, TWO_NODE_ROWS, Goal, Row, two_rank_rows  # beside this script
+from goals import COPY, FOUR_RANK_ROWS, MIB, RAW, Goal, Row, several_node_rows, two_rank_rows  # beside this script
 from longest import Callbacks, link_bytes
 from measure import Result, is_rank, launch, publish, rank_environ, summary
 
@@ -41,6 +41,8 @@ from mpdist.bench.sizes import size_text
 if TYPE_CHECKING:
     from mpdist.transport.raw import Raw
 
+HOSTS = ((2, 2), (2, 1), (3, 1))
+"""How many of them, and how many ranks on each."""
 HALF_COUNT = 16 * MIB
 CALLBACK_BYTES = 256 * MIB
 CALLBACK_SECONDS = 0.001
@@ -55,9 +57,10 @@ class Collectives(Bench):
         self.only = only
 
     async def results(self) -> AsyncIterator[Result]:
-        rows = {2: two_rank_rows(self.mpi), 4: FOUR_RANK_ROWS}[self.world.size]
         if self.nodes > 1:
-            rows = TWO_NODE_ROWS
+            rows = several_node_rows(self.world.local_size)
+        else:
+            rows = {2: two_rank_rows(self.mpi), 4: FOUR_RANK_ROWS}[self.world.size]
         for row in rows:
             async for result in self.row(row):
                 yield result
@@ -74,7 +77,8 @@ class Collectives(Bench):
         what = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B")
         ours = "on comm.empty memory" if goal.ours == RESIDENT else "private"
         ours = what if row.nbytes <= ITEM_BYTES * 2 else f"{what} {ours}"
-        return f"{goal.against} / {ours}" if goal.is_inverse else f"{ours} / {goal.against}"
+        where = f", {self.nodes} hosts" if self.nodes > 1 else ""
+        return (f"{goal.against} / {ours}" if goal.is_inverse else f"{ours} / {goal.against}") + where
 
     async def row(self, row: Row) -> AsyncIterator[Result]:
         """All goals of a row, from the same rounds."""
@@ -193,7 +197,7 @@ class Collectives(Bench):
             await self.world.all_reduce(x)
             self.raw.fence()
             sent += self.raw.slowest([float(link_bytes() - before)])
-        case = "bytes that a node sends for a 16 MiB all_reduce / lower bound"
+        case = f"bytes that a node sends for a 16 MiB all_reduce / lower bound, {self.nodes} hosts"
         yield summary(
             case, sent[1:], [least] * 5, ranks=self.world.size, mpi=self.mpi, unit="bytes", target=1.05
         )  # fmt: skip
@@ -235,9 +239,10 @@ def launch_all() -> None:
     for ranks in (2, 4):
         launch(__file__, ranks)
     if "MPDIST_FAKECLUSTER" in os.environ:
-        with cluster(os.environ["MPDIST_FAKECLUSTER"], "2", "--rate", "1gbit") as run:
-            script = [sys.executable, __file__, *sys.argv[1:]]
-            run(["--ranks-per-host", "2", "--timeout", "200", "--", *script], rank_environ())
+        script = [sys.executable, __file__, *sys.argv[1:]]
+        for hosts, ranks in HOSTS:
+            with cluster(os.environ["MPDIST_FAKECLUSTER"], str(hosts), "--rate", "1gbit") as run:
+                run(["--ranks-per-host", str(ranks), "--timeout", "200", "--", *script], rank_environ())
 
 
 @contextmanager
@@ -251,7 +256,8 @@ def cluster(tool: str, *arguments: str) -> Iterator[Callable[[list[str], dict[st
 
     def run(words: list[str], environ: dict[str, str]) -> None:
         path = os.pathsep.join([str(Path(launcher.path).parent), environ["PATH"]])
-        command = [tool, "--name", name, "run", "--mpi", launcher.kind.value, *words]
+        own = [f"--env={key}={value}" for key, value in environ.items() if os.environ.get(key) != value]
+        command = [tool, "--name", name, "run", "--mpi", launcher.kind.value, *own, *words]
         subprocess.run(command, check=True, env={**environ, "PATH": path})
 
     try:

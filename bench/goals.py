@@ -14,16 +14,17 @@ COPY = "np.copyto of as much by all ranks at once"
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio that is promised.
+    """A ratio that is promised, or only shown.
 
     Attributes:
         against: a contender, or RAW for the faster of mpi4py's calls.
+        target: None: only shown.
         is_inverse: theirs / ours, the larger the better.
     """
 
     ours: str
     against: str
-    target: float
+    target: float | None = None
     stretch: float | None = None
     is_inverse: bool = False
 
@@ -70,4 +71,16 @@ def two_rank_rows(mpi: str) -> list[Row]:
 
 
 FOUR_RANK_ROWS = [Row("all_reduce", 16 * MIB, (Goal(OURS, RAW, 0.5), Goal(RESIDENT, RAW, 0.5)))]
-TWO_NODE_ROWS = [Row("all_reduce", 16 * MIB, (Goal(OURS, RAW, 0.6),))]
+
+
+def several_node_rows(local: int) -> list[Row]:
+    """Between nodes with so many ranks each."""
+    target = 0.6 if local == 2 else None
+    others = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast")
+    return [
+        Row("all_reduce", 16 * MIB, (Goal(OURS, RAW, target),)),
+        *(Row(op, 16 * MIB, (Goal(OURS, RAW),)) for op in others[1:]),
+        *(Row(op, MIB, (Goal(OURS, RAW),)) for op in others),
+        Row("all_reduce", 8, (Goal(OURS, RAW),)),
+        Row("barrier", 0, (Goal(OURS, RAW),)),
+    ]

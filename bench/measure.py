@@ -119,7 +119,7 @@ def show(results: list[Result], stream: IO[str] | None = None) -> None:
     table = Table("what", "ranks", "mpdist", "other", "ratio", "quartiles", "target", "")
     for each in results:
         sign = ">=" if each.larger_is_better else "<="
-        verdict = "[green]met[/]" if each.is_met else "[red]missed[/]"
+        verdict = "" if each.target is None else "[green]met[/]" if each.is_met else "[red]missed[/]"
         table.add_row(
             each.case, str(each.ranks), f"{each.ours:.4g} {each.unit}", f"{each.theirs:.4g} {each.unit}",
             f"{each.ratio:.2f}", f"{each.low:.2f} - {each.high:.2f}",

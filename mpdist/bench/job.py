@@ -18,6 +18,7 @@ from mpdist.bench.gloo import Gloo
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, Array, Operation, expected
 from mpdist.bench.rounds import check, measure
 from mpdist.bench.sizes import size_text, time_text
+from mpdist.runtime.cores import Place
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
@@ -53,8 +54,10 @@ class Bench:
         self.raw = raw
         self.task = task
         self.nodes = len(set(raw.of_all(min(world.node.ranks))))
-        cores = usable_cores(world, raw)
-        core = machine.core_for(world.local_rank, cores) if cores else None
+        own, places = Place.here(), raw.of_all(Place.here())
+        here = [rank for rank, place in enumerate(places) if place.machine == own.machine]
+        cores = sorted(frozenset().union(*(places[rank].cores for rank in here)))
+        core = machine.core_for(here.index(world.rank), cores) if machine.CAN_PIN else None
         if core is not None:
             machine.pin(core)
         self.machine = describe(raw, core, max(raw.of_all(world.local_size)), len(cores))
@@ -125,12 +128,6 @@ class Bench:
             if isinstance(contender, Gloo):
                 contender.close()
         self.raw.free()
-
-
-def usable_cores(world: Communicator, raw: Raw) -> list[int]:
-    """Cores that the ranks of this node may use together; a launcher may have bound each to some of them."""
-    everywhere = raw.of_all(machine.own_cores())
-    return sorted(set().union(*(everywhere[rank] for rank in world.node.ranks)))
 
 
 def describe(raw: Raw, core: int | None, local_ranks: int, cores: int) -> dict[str, Any]:

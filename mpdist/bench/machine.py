@@ -10,16 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 CPU_FILE = "/proc/cpuinfo"
+CAN_PIN = hasattr(os, "sched_setaffinity")
 
 
-def core_for(local_rank: int, cores: Sequence[int]) -> int:
-    """Ranks of a node take its cores in turn, and share them where there are more ranks."""
-    return sorted(cores)[local_rank % len(cores)]
-
-
-def own_cores() -> set[int]:
-    """Cores that this process may use; empty where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+def core_for(number: int, cores: Sequence[int]) -> int:
+    """Ranks of a machine take its cores in turn, and share them where there are more ranks."""
+    return sorted(cores)[number % len(cores)]
 
 
 def pin(core: int) -> None:

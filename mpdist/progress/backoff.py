@@ -61,9 +61,9 @@ class Backoff:
         return min(self.cap_seconds, self.fraction * idle_seconds)
 
 
-def policy(local_size: int, cores: int) -> Backoff:
-    """The patience for this many ranks on this many cores of one node."""
-    if local_size <= cores:
+def policy(ranks: int, cores: int) -> Backoff:
+    """The patience for this many ranks that share this many cores."""
+    if ranks <= cores:
         return Backoff()
     # A rank that sleeps in the middle of MPI's steps holds all others up; one that yields costs nobody anything.
     return Backoff(inline_polls=200, hot_seconds=0.02, yields=True)

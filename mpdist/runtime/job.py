@@ -27,6 +27,7 @@ from mpdist.runtime.answers import describe_pending
 from mpdist.runtime.board import Board, board_bytes
 from mpdist.runtime.completion import record_completion, record_start
 from mpdist.runtime.control import Control
+from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
 from mpdist.runtime.hooks import INTERRUPTED, Hooks
 from mpdist.runtime.signals import Signals, end_with_launcher
@@ -276,7 +277,8 @@ def _common_config(transport: Transport) -> Config:
 def _make_engine(transport: Transport, node: Transport, config: Config, is_threaded: bool) -> Engine:
     doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
     cores = _usable_cores(node)
-    engine = Engine(policy(node.size, cores), doorbell)
+    own = Place.here()
+    engine = Engine(policy(*crowd(own, transport.all_gather_now(own))), doorbell)
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
     if config.shared_memory and transport.size > 1:
         engine.shared = neighbours.connect(node, config.shared_memory_dir, config.reach)
@@ -316,8 +318,7 @@ def _thresholds(transport: Transport, nodes: Sequence[int], config: Config, core
 
 def _usable_cores(node: Transport) -> int:
     """Cores that the ranks of this node may use together; a launcher may bind each rank to one of its own."""
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    return len(set().union(*node.all_gather_now(mine)))
+    return len(frozenset().union(*node.all_gather_now(Place.here().cores)))
 
 
 def _guard(engine: Engine, world: Communicator, node: Transport, config: Config) -> Job:
