@@ -1,8 +1,8 @@
-"""Chain: broadcast and all_gather over a rail, from node to node.
+"""Chain: broadcast and all_gather over a rail, from node to node, and all_to_all, each with one other at a time.
 
-Slice by slice each node sends what it has on to the next, so that all links are
-busy at once and each carries the data once: MPI's own calls send them from some
-nodes several times, or from several to one at the same time.
+In broadcast and all_gather each node sends what it has on to the next, slice by
+slice, so that all links are busy at once and each carries the data once: MPI's own
+calls send them from some nodes several times, or from several to one at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mpdist.progress.collective import Steps
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Request, Transport
+
+Part = tuple["Buffer", int]
 
 # A slice is long enough that Python's share of it is small, and short enough that the last node waits little for its
 # first: so many for each link, within these limits.
@@ -45,9 +47,9 @@ def broadcast(engine: Engine, rail: Transport, x: Buffer, root: int) -> Steps[No
         yield rail.ibroadcast(x, root)
         return
     place = (rail.rank - root) % rail.size
-    coming = parts if place > 0 else []
-    going = parts if place < rail.size - 1 else []
-    yield from _pass_on(engine, rail, coming, going, 0 if coming else len(going))
+    coming = [(part, (rail.rank - 1) % rail.size) for part in parts if place > 0]
+    going = [(part, (rail.rank + 1) % rail.size) for part in parts if place < rail.size - 1]
+    yield from _stream(engine, rail, coming, going, 0 if coming else len(going))
 
 
 def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
@@ -55,10 +57,23 @@ def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps
     rows = out.array().reshape(rail.size, x.count)
     rows[rail.rank] = x.array()
     blocks = [_cut(as_buffer(rows[(rail.rank - step) % rail.size]), rail.size) for step in range(rail.size)]
-    own, *others = blocks
-    coming = [part for block in others for part in block]
-    going = [part for block in blocks[:-1] for part in block]
-    yield from _pass_on(engine, rail, coming, going, len(own))
+    coming = [(part, (rail.rank - 1) % rail.size) for block in blocks[1:] for part in block]
+    going = [(part, (rail.rank + 1) % rail.size) for block in blocks[:-1] for part in block]
+    yield from _stream(engine, rail, coming, going, len(blocks[0]))
+
+
+def all_to_all(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
+    """Copy row r of x of each node into out of the r-th node: step by step to one that is one further off."""
+    if x.nbytes < rail.size * LEAST_BYTES:  # many small messages had better be under way at once
+        yield rail.iall_to_all(x, out)
+        return
+    sent, received = (buffer.array().reshape(rail.size, -1) for buffer in (x, out))
+    received[rail.rank] = sent[rail.rank]
+    before = [(rail.rank - step) % rail.size for step in range(1, rail.size)]
+    after = [(rail.rank + step) % rail.size for step in range(1, rail.size)]
+    coming = [(part, peer) for peer in before for part in _cut(as_buffer(received[peer]), rail.size)]
+    going = [(part, peer) for peer in after for part in _cut(as_buffer(sent[peer]), rail.size)]
+    yield from _stream(engine, rail, coming, going, len(going))
 
 
 def _cut(x: Buffer, nodes: int) -> list[Buffer]:
@@ -67,15 +82,13 @@ def _cut(x: Buffer, nodes: int) -> list[Buffer]:
     return [as_buffer(whole[start : start + width]) for start in range(0, x.count, width)]
 
 
-def _pass_on(
-    engine: Engine, rail: Transport, coming: Sequence[Buffer], going: Sequence[Buffer], lead: int
-) -> Steps[None]:
-    """Receive slices from the node before, and send slices to the next.
+def _stream(engine: Engine, rail: Transport, coming: Sequence[Part], going: Sequence[Part], lead: int) -> Steps[None]:
+    """Receive slices and send others, in the order that all nodes know.
 
     Args:
+        coming, going: a slice, and the node that it comes from, or goes to.
         lead: so many of `going` can go at once; each further one when one more of `coming` has come.
     """
-    before, after = (rail.rank - 1) % rail.size, (rail.rank + 1) % rail.size
     received: deque[Request] = deque()
     sent: deque[Request] = deque()
     ahead = iter(coming)
@@ -85,7 +98,7 @@ def _pass_on(
         nonlocal come
         while True:
             while len(received) <= WINDOW and (part := next(ahead, None)) is not None:
-                received.append(rail.ireceive_from(part, before))
+                received.append(rail.ireceive_from(*part))
             if come >= due:
                 return
             yield received.popleft()
@@ -97,7 +110,7 @@ def _pass_on(
         yield from receive(min(len(coming), max(number - lead + 1, number - WINDOW)))
         if len(sent) == WINDOW:
             yield sent.popleft()
-        sent.append(rail.isend_to(part, after))
+        sent.append(rail.isend_to(*part))
         if turn.is_over:
             yield turn
     yield from receive(len(coming))

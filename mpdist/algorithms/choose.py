@@ -75,6 +75,7 @@ SPREAD_FROM: dict[str, tuple[int, int]] = {
     "reduce_scatter": (256 * 1024, 2),
     "broadcast": (512 * 1024, 3),
     "all_gather": (256 * 1024, 3),
+    "all_to_all": (1024 * 1024, 3),
 }
 OPERATIONS = tuple(SHARED_FROM["mpich"])
 
@@ -122,15 +123,17 @@ def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algori
     """From how many bytes on which algorithm takes the place of MPI's own call; None: never."""
     if layout.size == 1 or not layout.is_sharing or thresholds.forced is Algorithm.NATIVE:
         return None
+    if layout.nodes == layout.size:
+        least, nodes = SPREAD_FROM.get(op, (0, sys.maxsize))
+        start = 0 if thresholds.forced is not None else max(least, thresholds.hierarchical.get(op, 0))
+        return None if layout.nodes < nodes else (start, Algorithm.HIERARCHICAL)
     algorithm = Algorithm.SHARED if layout.nodes == 1 else Algorithm.HIERARCHICAL
-    known = SHARED_FROM["mpich"] if algorithm is Algorithm.SHARED else HIERARCHICAL_FROM
-    least, nodes = (0, 0) if layout.nodes < layout.size else SPREAD_FROM.get(op, (0, sys.maxsize))
-    if op not in known or layout.nodes < nodes:
+    if op not in (SHARED_FROM["mpich"] if algorithm is Algorithm.SHARED else HIERARCHICAL_FROM):
         return None
     if thresholds.forced is not None:
         return 0, algorithm
     table = thresholds.shared if algorithm is Algorithm.SHARED else thresholds.hierarchical
-    return (max(table[op], least), algorithm) if op in table else None
+    return (table[op], algorithm) if op in table else None
 
 
 def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) -> Thresholds:

@@ -7,6 +7,7 @@ reduce            as all_reduce
 reduce_scatter    reduce the rows of each rail in the node, exchange them over the rail and reduce them
 all_gather        from node to node over the rails, hand out in the node
 broadcast         hand out in the root's node, a slice over each rail, from node to node, gather the slices in the nodes
+all_to_all        with one rank on each node: with one other after the other
 barrier           in the node, over one rail, in the node
 
 Sums of 16-bit types cross as float32 where they stand for several ranks, for they
@@ -105,6 +106,16 @@ def all_gather(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -
         for number in range(nodes)
     ]
     yield from exchange.exchange(team, "all_gather", railed, nodes, x.count, railed.element, range(team.size), pulls)
+    return out.owner
+
+
+def all_to_all(transport: Transport, channel: Channel, x: Buffer, out: Buffer) -> Steps[Any]:
+    cluster = yield from cluster_of(channel)
+    rail = None if cluster is None or len(cluster.nodes) < channel.size else cluster.rail
+    if rail is None:
+        yield transport.iall_to_all(x, out)
+    else:
+        yield from chain.all_to_all(channel.engine, rail, x, out)
     return out.owner
 
 

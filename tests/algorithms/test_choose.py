@@ -72,7 +72,7 @@ def test_forced_means_from_the_first_byte_wherever_it_can_be(op: str, forced: Al
     assert starts(op, NODE, thresholds) == (0, Algorithm.SHARED)
     between = (0, Algorithm.HIERARCHICAL) if op in HIERARCHICAL_FROM else None
     assert starts(op, NODES, thresholds) == between
-    assert starts(op, SPREAD, thresholds) == (between if op in SPREAD_FROM else None)
+    assert starts(op, SPREAD, thresholds) == ((0, Algorithm.HIERARCHICAL) if op in SPREAD_FROM else None)
     for layout in (APART, SINGLE):
         assert starts(op, layout, thresholds) is None
 
