@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpdist.algorithms.crossing import WINDOW
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import as_buffer
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
+    from mpdist.memory.elements import Array
     from mpdist.progress.collective import Steps
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Request, Transport
@@ -55,11 +58,12 @@ def broadcast(engine: Engine, rail: Transport, x: Buffer, root: int) -> Steps[No
 def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all nodes into out of all, in the order of nodes: each sends its own on, and then what it is sent."""
     rows = out.array().reshape(rail.size, x.count)
-    rows[rail.rank] = x.array()
-    blocks = [_cut(as_buffer(rows[(rail.rank - step) % rail.size]), rail.size) for step in range(rail.size)]
-    coming = [(part, (rail.rank - 1) % rail.size) for block in blocks[1:] for part in block]
-    going = [(part, (rail.rank + 1) % rail.size) for block in blocks[:-1] for part in block]
-    yield from _stream(engine, rail, coming, going, len(blocks[0]))
+    own = _cut(x, rail.size)
+    others = [_cut(as_buffer(rows[(rail.rank - step) % rail.size]), rail.size) for step in range(1, rail.size)]
+    coming = [(part, (rail.rank - 1) % rail.size) for block in others for part in block]
+    going = [(part, (rail.rank + 1) % rail.size) for block in [own, *others[:-1]] for part in block]
+    yield from _stream(engine, rail, coming, going, len(own))
+    yield from _copy(engine, x.array(), rows[rail.rank])
 
 
 def all_to_all(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
@@ -68,12 +72,22 @@ def all_to_all(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps
         yield rail.iall_to_all(x, out)
         return
     sent, received = (buffer.array().reshape(rail.size, -1) for buffer in (x, out))
-    received[rail.rank] = sent[rail.rank]
     before = [(rail.rank - step) % rail.size for step in range(1, rail.size)]
     after = [(rail.rank + step) % rail.size for step in range(1, rail.size)]
     coming = [(part, peer) for peer in before for part in _cut(as_buffer(received[peer]), rail.size)]
     going = [(part, peer) for peer in after for part in _cut(as_buffer(sent[peer]), rail.size)]
     yield from _stream(engine, rail, coming, going, len(going))
+    yield from _copy(engine, sent[rail.rank], received[rail.rank])
+
+
+def _copy(engine: Engine, source: Array, target: Array) -> Steps[None]:
+    """In pieces, between which the event loop has its turn."""
+    turn = Turn(engine)
+    width = LEAST_BYTES // source.itemsize
+    for start in range(0, source.size, width):
+        np.copyto(target[start : start + width], source[start : start + width])
+        if turn.is_over:
+            yield turn
 
 
 def _cut(x: Buffer, nodes: int) -> list[Buffer]:
