@@ -1,14 +1,15 @@
-"""Chain: broadcast and all_gather over a rail, from node to node, and all_to_all, each with one other at a time.
+"""Chain: large broadcasts and all_gathers over a rail from node to node, all_to_alls with one other at a time.
 
-In broadcast and all_gather each node sends what it has on to the next, slice by
-slice, so that all links are busy at once and each carries the data once: MPI's own
-calls send them from some nodes several times, or from several to one at once.
+Slice by slice each node sends what it has on to the next, so that all links are
+busy at once and each carries the data once: MPI's own calls send them from some
+nodes several times, or from several to one at once. Where that gains nothing, it
+is MPI's own call.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,6 @@ from mpdist.memory import as_buffer
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
-    from mpdist.memory.elements import Array
     from mpdist.progress.collective import Steps
     from mpdist.progress.engine import Engine
     from mpdist.transport.mpi import Request, Transport
@@ -52,7 +52,7 @@ def broadcast(engine: Engine, rail: Transport, x: Buffer, root: int) -> Steps[No
     place = (rail.rank - root) % rail.size
     coming = [(part, (rail.rank - 1) % rail.size) for part in parts if place > 0]
     going = [(part, (rail.rank + 1) % rail.size) for part in parts if place < rail.size - 1]
-    yield from _stream(engine, rail, coming, going, 0 if coming else len(going))
+    yield from _stream(engine, rail, x.nbytes, coming, going, 0 if coming else len(going))
 
 
 def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
@@ -62,8 +62,8 @@ def all_gather(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps
     others = [_cut(as_buffer(rows[(rail.rank - step) % rail.size]), rail.size) for step in range(1, rail.size)]
     coming = [(part, (rail.rank - 1) % rail.size) for block in others for part in block]
     going = [(part, (rail.rank + 1) % rail.size) for block in [own, *others[:-1]] for part in block]
-    yield from _stream(engine, rail, coming, going, len(own))
-    yield from _copy(engine, x.array(), rows[rail.rank])
+    beside = zip(_cut(as_buffer(rows[rail.rank]), rail.size), own, strict=True)
+    yield from _stream(engine, rail, x.nbytes, coming, going, len(own), beside)
 
 
 def all_to_all(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps[None]:
@@ -76,18 +76,8 @@ def all_to_all(engine: Engine, rail: Transport, x: Buffer, out: Buffer) -> Steps
     after = [(rail.rank + step) % rail.size for step in range(1, rail.size)]
     coming = [(part, peer) for peer in before for part in _cut(as_buffer(received[peer]), rail.size)]
     going = [(part, peer) for peer in after for part in _cut(as_buffer(sent[peer]), rail.size)]
-    yield from _stream(engine, rail, coming, going, len(going))
-    yield from _copy(engine, sent[rail.rank], received[rail.rank])
-
-
-def _copy(engine: Engine, source: Array, target: Array) -> Steps[None]:
-    """In pieces, between which the event loop has its turn."""
-    turn = Turn(engine)
-    width = LEAST_BYTES // source.itemsize
-    for start in range(0, source.size, width):
-        np.copyto(target[start : start + width], source[start : start + width])
-        if turn.is_over:
-            yield turn
+    own = (_cut(as_buffer(rows[rail.rank]), rail.size) for rows in (received, sent))
+    yield from _stream(engine, rail, x.nbytes, coming, going, len(going), zip(*own, strict=True))
 
 
 def _cut(x: Buffer, nodes: int) -> list[Buffer]:
@@ -96,36 +86,59 @@ def _cut(x: Buffer, nodes: int) -> list[Buffer]:
     return [as_buffer(whole[start : start + width]) for start in range(0, x.count, width)]
 
 
-def _stream(engine: Engine, rail: Transport, coming: Sequence[Part], going: Sequence[Part], lead: int) -> Steps[None]:
+def _stream(
+    engine: Engine,
+    rail: Transport,
+    nbytes: int,
+    coming: Sequence[Part],
+    going: Sequence[Part],
+    lead: int,
+    beside: Iterable[tuple[Buffer, Buffer]] = (),
+) -> Steps[None]:
     """Receive slices and send others, in the order that all nodes know.
 
     Args:
+        nbytes: what must be the same on all nodes, or their slices do not meet.
         coming, going: a slice, and the node that it comes from, or goes to.
         lead: so many of `going` can go at once; each further one when one more of `coming` has come.
+        beside: what is copied meanwhile: where to, and what.
     """
+    tag = rail.tag_of_next(nbytes)
     received: deque[Request] = deque()
     sent: deque[Request] = deque()
-    ahead = iter(coming)
+    ahead, aside = iter(coming), iter(beside)
     come = 0
+    turn = Turn(engine)
 
     def receive(due: int) -> Steps[None]:
         nonlocal come
         while True:
             while len(received) <= WINDOW and (part := next(ahead, None)) is not None:
-                received.append(rail.ireceive_from(*part))
+                received.append(rail.ireceive_from(*part, tag))
             if come >= due:
                 return
             yield received.popleft()
             come += 1
+            if turn.is_over:
+                yield turn
 
-    turn = Turn(engine)
     for number, part in enumerate(going):
         # In step with what is sent, even where nothing waits for it: the node before sends no more than is received.
         yield from receive(min(len(coming), max(number - lead + 1, number - WINDOW)))
         if len(sent) == WINDOW:
             yield sent.popleft()
-        sent.append(rail.isend_to(*part))
+        sent.append(rail.isend_to(*part, tag))
+        if (pair := next(aside, None)) is not None:
+            _copy(*pair)
+        if turn.is_over:
+            yield turn
+    for pair in aside:
+        _copy(*pair)
         if turn.is_over:
             yield turn
     yield from receive(len(coming))
     yield from sent
+
+
+def _copy(target: Buffer, source: Buffer) -> None:
+    np.copyto(target.array(), source.array())

@@ -106,11 +106,14 @@ class Thresholds:
 
     Attributes:
         forced: the only algorithm to be used where it exists; None: by size.
+        is_given_devices: whether MPI may be given the memory of GPUs, by its own calls; then one rank on each node
+            leaves everything to them.
     """
 
     shared: Mapping[str, int] = field(default_factory=dict)
     hierarchical: Mapping[str, int] = field(default_factory=dict)
     forced: Algorithm | None = None
+    is_given_devices: bool = False
 
 
 def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algorithm:
@@ -125,8 +128,10 @@ def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algori
         return None
     if layout.nodes == layout.size:
         least, nodes = SPREAD_FROM.get(op, (0, sys.maxsize))
+        if layout.nodes < nodes or thresholds.is_given_devices or thresholds.forced is Algorithm.SHARED:
+            return None
         start = 0 if thresholds.forced is not None else max(least, thresholds.hierarchical.get(op, 0))
-        return None if layout.nodes < nodes else (start, Algorithm.HIERARCHICAL)
+        return start, Algorithm.HIERARCHICAL
     algorithm = Algorithm.SHARED if layout.nodes == 1 else Algorithm.HIERARCHICAL
     if op not in (SHARED_FROM["mpich"] if algorithm is Algorithm.SHARED else HIERARCHICAL_FROM):
         return None

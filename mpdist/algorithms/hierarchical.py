@@ -1,8 +1,9 @@
-"""Hierarchical: shared memory within each node, MPI between them, so that each byte crosses a link once.
+"""Hierarchical: shared memory within each node, MPI between them, so that no byte crosses a link twice.
 
 With one rank on each node, what is left of it: ways over the link that MPI's own calls don't take.
 
-all_reduce        reduce slices in the node, all_reduce each slice over its rail, hand the slices out in the node
+all_reduce        reduce slices in the node, exchange each over its rail, reduce and gather it (or MPI's own call, where
+                  that does as well), hand the slices out in the node
 reduce            as all_reduce
 reduce_scatter    reduce the rows of each rail in the node, exchange them over the rail and reduce them
 all_gather        from node to node over the rails, hand out in the node
@@ -81,9 +82,12 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     if cluster is None or rail is None or not cluster.is_even:
         return (yield from native.reduce_scatter(transport, x, out, how))
     team, nodes = cluster.team, len(cluster.nodes)
-    parts = np.empty((nodes, out.count), np.float32 if how.element.is_half else how.element.storage)
-    mine = [(members[team.rank], parts[number]) for number, members in enumerate(cluster.nodes)]
-    yield from reduction.reduce_scatter(team, x, out.count, how.op, None, mine)
+    if team.size == 1 and how.op.factor is None:
+        parts = x.array().reshape(nodes, out.count)
+    else:
+        parts = np.empty((nodes, out.count), np.float32 if how.element.is_half else how.element.storage)
+        mine = [(members[team.rank], parts[number]) for number, members in enumerate(cluster.nodes)]
+        yield from reduction.reduce_scatter(team, x, out.count, how.op, None, mine)
     yield from crossing.reduce_scatter(cluster, rail, parts, out.array(), how)
     return out.owner
 

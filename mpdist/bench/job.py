@@ -55,9 +55,9 @@ class Bench:
         self.task = task
         self.nodes = len(set(raw.of_all(min(world.node.ranks))))
         own, places = Place.here(), raw.of_all(Place.here())
-        here = [rank for rank, place in enumerate(places) if place.machine == own.machine]
-        cores = sorted(frozenset().union(*(places[rank].cores for rank in here)))
-        core = machine.core_for(here.index(world.rank), cores) if machine.CAN_PIN else None
+        near = [rank for rank, place in enumerate(places) if place.machine == own.machine and place.cores & own.cores]
+        cores = frozenset().union(*(places[rank].cores for rank in world.node.ranks))
+        core = machine.core_for(near.index(world.rank), sorted(own.cores)) if machine.CAN_PIN else None
         if core is not None:
             machine.pin(core)
         self.machine = describe(raw, core, max(raw.of_all(world.local_size)), len(cores))

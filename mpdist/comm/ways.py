@@ -4,7 +4,8 @@ A rank decides for itself, so whatever it decides it must make the calls of MPI 
 rank makes whose arrays are elsewhere: the same calls, of the same sizes, in the same
 order. So an array is given to MPI only where the algorithm, which is chosen by what is
 equal on all ranks, is MPI's own call. With one rank on each node that is so for every
-size, and anywhere with MPDIST_ALGORITHM=native; else shared memory takes the large ones.
+size, if MPI may be given the memory of GPUs at all, and anywhere with
+MPDIST_ALGORITHM=native; else shared memory takes the large ones.
 """
 
 from __future__ import annotations

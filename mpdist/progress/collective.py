@@ -53,6 +53,7 @@ class Collective(Work[T]):
     is_queued = False
     task: asyncio.Task[Any] | None = None
     _request: Request | None = None
+    _left: Steps[Any] | None = None
     _place: Place | None = None
 
     def __init__(self, channel: Channel, op: str, steps: Steps[T], details: Callable[[], str]) -> None:
@@ -126,6 +127,7 @@ class Collective(Work[T]):
         raise error
 
     def _broke(self, error: BaseException) -> bool:
+        self._keep_requests(error)
         self._end()
         if self._done:
             return True
@@ -136,6 +138,14 @@ class Collective(Work[T]):
             return True
         self._fail(self._failure(error))
         return True
+
+    def _keep_requests(self, error: BaseException) -> None:
+        """Where MPI has failed one request of several: the others still use what the program holds."""
+        steps, channel = self._steps, self._channel
+        if channel._running is self and isinstance(error, channel.transport.failure) and steps and not is_over(steps):
+            self._left = steps
+            channel.engine.wrecks.append(self)
+            channel.give_up(f"{self.describe()} failed, so its ranks may be out of step")
 
     def _advice(self, error: BaseException) -> str:
         return _COMPARE if isinstance(error, self._channel.transport.failure) else ""

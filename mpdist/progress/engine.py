@@ -68,7 +68,8 @@ class Engine:
         listening: inboxes with posted receives.
         later: Works to be looked at by the next drive.
         finished: Works whose callbacks are still to run.
-        wrecks: Works whose program a signal's handler has interrupted, kept for good: MPI may still use their memory.
+        wrecks: Works whose program was interrupted by a signal's handler, or has lost a request; kept for good: MPI may
+            still use their memory.
         channels: all open channels.
         closed: name, ranks in the world and last sequence of the channels closed last, for the diagnosis.
         meeting: channel of the world that carries nothing but the making of subgroups.

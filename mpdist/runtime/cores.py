@@ -41,6 +41,7 @@ def _machine() -> str:
 
 
 def crowd(own: Place, everywhere: Sequence[Place]) -> tuple[int, int]:
-    """How many ranks share cores with this one, and how many cores they have together."""
-    near = [place for place in everywhere if place.machine == own.machine and place.cores & own.cores]
-    return len(near), len(frozenset().union(*(place.cores for place in near)))
+    """How many ranks must do with how many cores, where it is tightest among those that share cores with this one."""
+    near = [place.cores for place in everywhere if place.machine == own.machine and place.cores & own.cores]
+    crowds = [(sum(cores <= room for cores in near), len(room)) for room in set(near)]
+    return max(crowds, key=lambda crowd: crowd[0] / crowd[1])

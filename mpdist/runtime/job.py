@@ -9,7 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.algorithms.choose import Thresholds, read_thresholds
@@ -33,6 +33,7 @@ from mpdist.runtime.hooks import INTERRUPTED, Hooks
 from mpdist.runtime.signals import Signals, end_with_launcher
 from mpdist.transport import neighbours
 from mpdist.transport.cuda_aware import Awareness
+from mpdist.transport.cuda_aware.claim import cuda_support, library_path
 from mpdist.transport.facts import launch_mismatch
 from mpdist.transport.sharing import shared_bytes
 
@@ -307,13 +308,21 @@ def _thresholds(transport: Transport, nodes: Sequence[int], config: Config, core
     if transport.rank == 0:
         try:
             ranks = max(Counter(nodes).values())
-            mine = read_thresholds(config.algorithm, config.tuning, mpi.family(), ranks, cores)
+            tables = read_thresholds(config.algorithm, config.tuning, mpi.family(), ranks, cores)
+            mine = replace(tables, is_given_devices=len(set(nodes)) > 1 and _is_given_devices(config))
         except UsageError as error:
             mine = str(error)
     first: Thresholds | str = transport.all_gather_now(mine)[0]
     if isinstance(first, str):
         raise UsageError(first)
     return first
+
+
+def _is_given_devices(config: Config) -> bool:
+    """Whether MPI may be given the memory of GPUs; what MPI says of itself is the same on all ranks."""
+    if config.debug or config.cuda_aware == "no":
+        return False
+    return config.cuda_aware != "auto" or cuda_support(library_path()) == "yes"
 
 
 def _usable_cores(node: Transport) -> int:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
+from zlib import crc32
 
 import mpi4py
 import numpy as np
@@ -162,6 +163,7 @@ class Transport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
+        self._streams = 0
         self.status = MPI.Status()
         self.envelope = envelope(self.status)
         self.isend: Callable[[list[Any], int, int], Request] = comm.Isend
@@ -188,13 +190,18 @@ class Transport:
 
     # ------------------------------------------------------------------ messages within collectives, next to no other
 
-    @leases
-    def isend_to(self, buffer: Buffer, dst: int) -> Request:
-        return self.comm.Isend(_whole(buffer), dst)
+    def tag_of_next(self, nbytes: int) -> int:
+        """The tag of the messages of the next collective, of so many bytes: no other's stray ones are taken for its."""
+        self._streams += 1
+        return crc32(f"{self._streams} {nbytes}".encode()) % (self.max_tag + 1)
 
     @leases
-    def ireceive_from(self, buffer: Buffer, src: int) -> Request:
-        return self.comm.Irecv(_whole(buffer), src)
+    def isend_to(self, buffer: Buffer, dst: int, tag: int) -> Request:
+        return self.comm.Isend(_whole(buffer), dst, tag)
+
+    @leases
+    def ireceive_from(self, buffer: Buffer, src: int, tag: int) -> Request:
+        return self.comm.Irecv(_whole(buffer), src, tag)
 
     # ------------------------------------------------------------------ collectives
 

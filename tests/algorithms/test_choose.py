@@ -72,7 +72,8 @@ def test_forced_means_from_the_first_byte_wherever_it_can_be(op: str, forced: Al
     assert starts(op, NODE, thresholds) == (0, Algorithm.SHARED)
     between = (0, Algorithm.HIERARCHICAL) if op in HIERARCHICAL_FROM else None
     assert starts(op, NODES, thresholds) == between
-    assert starts(op, SPREAD, thresholds) == ((0, Algorithm.HIERARCHICAL) if op in SPREAD_FROM else None)
+    is_spread = op in SPREAD_FROM and forced is Algorithm.HIERARCHICAL
+    assert starts(op, SPREAD, thresholds) == ((0, Algorithm.HIERARCHICAL) if is_spread else None)
     for layout in (APART, SINGLE):
         assert starts(op, layout, thresholds) is None
 
@@ -86,6 +87,13 @@ def test_with_one_rank_on_each_node_some_operations_take_mpis_call_on_few_nodes_
     assert starts("barrier", SPREAD, thresholds) is None
     later = Thresholds({}, {"all_reduce": 2**30})
     assert starts("all_reduce", SPREAD, later) == (2**30, Algorithm.HIERARCHICAL)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_with_one_rank_on_each_node_an_mpi_that_takes_the_memory_of_gpus_does_all(op: str) -> None:
+    thresholds = Thresholds({}, HIERARCHICAL_FROM, is_given_devices=True)
+    assert starts(op, SPREAD, thresholds) is None
+    assert (starts(op, NODES, thresholds) is None) == (op not in HIERARCHICAL_FROM)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

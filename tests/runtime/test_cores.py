@@ -22,10 +22,11 @@ def place(machine: str, *cores: int) -> Place:
         (place("a", 0, 1), [place("a", 2, 3)] * 2, (1, 2)),
         (place("a", 0), [place("a", 1), place("a", 0)], (2, 1)),
         (place("a", 0, 1), [place("a", 0), place("a", 1), place("b", 0)], (3, 2)),
+        (place("a", *range(8)), [place("a", 0), place("a", 0)], (2, 1)),
     ],
-    ids=["alone", "a core each", "other machines", "containers with cores of their own", "bound", "partly bound"],
+    ids=["alone", "a core each", "other machines", "containers", "bound", "partly bound", "two bound to one"],
 )
-def test_those_on_the_same_machine_with_a_core_in_common_share(
+def test_those_on_one_machine_with_a_core_in_common_share_it(
     own: Place, others: list[Place], wanted: tuple[int, int]
 ) -> None:
     assert crowd(own, [*others[:1], own, *others[1:]]) == wanted
