@@ -24,8 +24,15 @@ def cells(row: Row | None) -> str:
     if row is None:
         return "| - | - | - "
     ratio = f"**{row['ratio']:.2f}** ({row['low']:.2f} - {row['high']:.2f})"
-    times = f"{row['ours']:.3g}; {row['theirs']:.3g} {row['unit']}"
-    return f"| {ratio} | {verdict(row)} | {times} "
+    return f"| {ratio} | {verdict(row)} | {times(row)} "
+
+
+def times(row: Row) -> str:
+    """`143; 180 ms`."""
+    ours, theirs, unit = row["ours"], row["theirs"], row["unit"]
+    if unit == "us" and min(ours, theirs) >= 1000:
+        ours, theirs, unit = ours / 1000, theirs / 1000, "ms"
+    return f"{ours:.3g}; {theirs:.3g} {unit}"
 
 
 def verdict(row: Row) -> str:
