@@ -4,7 +4,9 @@ Pure: events in, decisions out; the I/O is in run.py. A job has succeeded only
 if every one of its ranks has reported its own good end and the launcher
 returned 0: MPICH's mpiexec returns 0 after `os._exit(0)` in mid-run, Open MPI's
 after the death of a host. The first rank that fails by itself is the cause, and
-the only one that is named.
+the only one that is named; but one that a signal has killed before one that left
+with a status: Open MPI ends a rank so that finds the connection to a dead one
+closed, and of that end, on another host, we may hear first.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ class Rank:
     @property
     def is_good(self) -> bool:
         return self.wait_status is not None and is_success(self.wait_status, self.records)
+
+    @property
+    def may_be_a_victim(self) -> bool:
+        """Whether it may have ended because another has: it left with a status, and told no reason."""
+        return self.wait_status is not None and os.WIFEXITED(self.wait_status) and "told" not in self.records
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,12 @@ class Job:
     def ended(self, rank: Rank, wait_status: int, by_itself: bool) -> None:
         """A rank has ended; if badly and by itself, it is the cause, unless there is one already."""
         rank.wait_status = wait_status
-        if by_itself and not rank.is_good:
-            self.cause = self.cause or rank
+        if (
+            by_itself
+            and not rank.is_good
+            and (self.cause is None or (self.cause.may_be_a_victim and not rank.may_be_a_victim))
+        ):
+            self.cause = rank
 
     def verdict(self, launcher_status: int) -> Verdict:
         """Judge the job.

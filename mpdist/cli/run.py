@@ -58,6 +58,8 @@ INTERRUPT_SECONDS = warden.ENDING_SECONDS + 0.3
 TOLD_SECONDS = 3.0
 # The launcher is killing the job: the first cause may still be on its way to us.
 LOST_SECONDS = 0.3
+# The same where a rank on one of several hosts may have ended because one on another host has.
+VICTIM_SECONDS = 0.2
 # mpiexec, from `stop` to SIGTERM, and from there to SIGKILL.
 LAUNCHER_SECONDS = 1.2
 TERM_SECONDS = 0.6
@@ -279,7 +281,8 @@ class Supervisor:
         if self.job.is_over and any(not rank.is_good for rank in self.job.ranks.values()):
             self.deadlines.stop_within(0)
         elif not rank.is_good and self.job.interrupted_by is None:
-            self.deadlines.stop_within(0 if by_itself else LOST_SECONDS)
+            at_once = VICTIM_SECONDS if rank.may_be_a_victim and not self.is_local else 0.0
+            self.deadlines.stop_within(at_once if by_itself else LOST_SECONDS)
 
     def _on_signals(self) -> None:
         for number in self.wakeup.recv(4096):

@@ -9,6 +9,8 @@ import pytest
 from mpdist.cli.job import Job, Verdict, describe, ranks_text, shell_status
 
 EXIT_3 = 3 << 8
+EXIT_14 = 14 << 8  # as Open MPI ends a rank whose connection was closed
+KILLED = int(signal.SIGKILL)
 GOOD_RECORDS = ("used", "done")
 
 
@@ -57,6 +59,24 @@ def test_first_failed_rank_decides_and_is_named(
     assert len(verdict.lines) == 1
     assert verdict.lines[0].startswith("mpdist: rank 1 of 3 (host h, pid 101) ")
     assert words in verdict.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([(EXIT_14, ("used",), True), (KILLED, ("used",), True)], 1),
+        ([(KILLED, ("used",), True), (EXIT_14, ("used",), True)], 0),
+        ([(EXIT_14, ("used",), True), (EXIT_3, ("used",), True)], 0),
+        ([(KILLED, (), True), (int(signal.SIGSEGV), (), True)], 0),
+        ([(EXIT_14, ("used", "told"), True), (KILLED, ("used",), True)], 0),
+        ([(EXIT_14, ("used",), True), STOPPED], 0),
+    ],
+)
+def test_the_first_is_the_cause_but_one_that_was_killed_before_its_victims(
+    ends: list[tuple[int, tuple[str, ...], bool]], cause: int
+) -> None:
+    job = job_of(*ends)
+    assert job.cause is job.ranks[cause]
 
 
 def test_rank_that_has_explained_itself_is_the_cause_without_a_line() -> None:
