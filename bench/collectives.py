@@ -3,9 +3,9 @@
     python bench/collectives.py [--seconds 1.5] [--json FILE] [--only WORD]
 
 starts itself on 2 and on 4 ranks with the environment's MPI and prints each ratio,
-beside its target where it has one. All contenders of an operation and size take turns in the same
-rounds (mpdist/bench/rounds.py), and results are checked. Against mpi4py counts
-its faster call, blocking or not. Sizes are those of nccl-tests: of all_gather
+beside its target where it has one. All contenders of an operation and size take
+turns in the same rounds (mpdist/bench/rounds.py), and results are checked. Against
+mpi4py counts its faster call, blocking or not. Sizes are those of nccl-tests: of all_gather
 and the like the whole of all blocks. With MPDIST_FAKECLUSTER naming a program
 that makes several hosts on one machine, also between hosts, joined by 1 Gbit/s.
 """

@@ -36,7 +36,8 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
     """Reduce x over all members of all nodes into out of all; x may be out."""
     team = cluster.team
     task = Reducing(team, x, out, how.op, None, range(team.size), cluster.rails)
-    if crosses_in_two_steps(cluster, how):
+    is_crossing = crosses_in_two_steps(cluster, how)
+    if is_crossing:
         task.limit(cluster.rails * SLICE_BYTES)
     if not team.is_free():
         yield team.free()
@@ -60,7 +61,7 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
                 yield team.all_at(STAGED, number)
             if step == 0:
                 task.look_up()
-            going.append(Slice(cluster, task.reduce_part(step, number), how))
+            going.append(Slice(cluster, task.reduce_part(step, number), how, is_crossing))
             team.tell(CONSUMED, number)
         if WINDOW <= step < task.rounds + WINDOW:
             returning.append(going.popleft())
@@ -96,7 +97,7 @@ def _hand_out(task: Reducing, place: int, before: int, result: Array) -> Steps[N
 class Slice:
     """One slice on its way over a rail."""
 
-    def __init__(self, cluster: Cluster, part: Array, how: Reduction) -> None:
+    def __init__(self, cluster: Cluster, part: Array, how: Reduction, is_crossing: bool) -> None:
         self._cluster = cluster
         self._part = part
         self._how = how
@@ -104,7 +105,7 @@ class Slice:
         self._crossing: Crossing | None = None
         if rail is None:
             return
-        if crosses_in_two_steps(cluster, how):
+        if is_crossing:
             self._crossing = Crossing(cluster, rail, part, -(-part.size // rail.size), how)
         else:
             self._request = rail.iall_reduce(None, as_buffer(part), how.mpi_op)

@@ -45,10 +45,10 @@ def is_shorter(slices: int, nodes: int) -> bool:
 
 def broadcast(engine: Engine, rail: Transport, x: Buffer, root: int) -> Steps[None]:
     """Copy x of a node into x of all others."""
-    parts = _cut(x, rail.size)
-    if not is_shorter(len(parts), rail.size):
+    if not is_shorter(-(-x.nbytes // slice_bytes(x.nbytes, rail.size)), rail.size):
         yield rail.ibroadcast(x, root)
         return
+    parts = _cut(x, rail.size)
     place = (rail.rank - root) % rail.size
     coming = [(part, (rail.rank - 1) % rail.size) for part in parts if place > 0]
     going = [(part, (rail.rank + 1) % rail.size) for part in parts if place < rail.size - 1]

@@ -277,9 +277,9 @@ def _common_config(transport: Transport) -> Config:
 
 def _make_engine(transport: Transport, node: Transport, config: Config, is_threaded: bool) -> Engine:
     doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
-    cores = _usable_cores(node)
     own = Place.here()
-    engine = Engine(policy(*crowd(own, transport.all_gather_now(own))), doorbell)
+    places = transport.all_gather_now(own)
+    engine = Engine(policy(*crowd(own, places)), doorbell)
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
     if config.shared_memory and transport.size > 1:
         engine.shared = neighbours.connect(node, config.shared_memory_dir, config.reach)
@@ -288,7 +288,8 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     engine.is_sharing = all(shares for shares, _ in able)
     if shared is not None and not all(reaches for _, reaches in able):
         shared.reach = None  # rounds must be as long on every node
-    engine.thresholds = _thresholds(transport, engine.nodes, config, cores)
+    cores = frozenset().union(*(places[rank].cores for rank in node.world_ranks()))
+    engine.thresholds = _thresholds(transport, engine.nodes, config, len(cores))
     engine.is_threaded = is_threaded
     engine.awareness = Awareness("no" if config.debug else config.cuda_aware)  # debug looks into all memory
     engine.allow_pickle = config.allow_pickle
@@ -323,11 +324,6 @@ def _is_given_devices(config: Config) -> bool:
     if config.debug or config.cuda_aware == "no":
         return False
     return config.cuda_aware != "auto" or cuda_support(library_path()) == "yes"
-
-
-def _usable_cores(node: Transport) -> int:
-    """Cores that the ranks of this node may use together; a launcher may bind each rank to one of its own."""
-    return len(frozenset().union(*node.all_gather_now(Place.here().cores)))
 
 
 def _guard(engine: Engine, world: Communicator, node: Transport, config: Config) -> Job:

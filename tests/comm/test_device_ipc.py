@@ -408,6 +408,19 @@ async def test_a_device_that_fails_fails_the_collective_on_all_ranks(comm: Comm,
         comm.barrier()
 
 
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank's next collective fail in its midst, when it has told that its own array is ready."""
+    queued: list[object] = []
+
+    def interrupted(marks: Any) -> Any:
+        queued.append(marks)
+        if len(queued) == 2:
+            raise ValueError("as a signal's handler may")
+        return copied(marks)
+
+    monkeypatch.setattr(programs, "copied", interrupted)
+
+
 async def test_after_an_error_nobody_writes_into_others_arrays(
     comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,16 +428,8 @@ async def test_after_an_error_nobody_writes_into_others_arrays(
     fake_gpu.place = 1
     await join(comm, fake_gpu)
     x = shared_array(comm, fake_gpu, np.full(1000, 1.0))
-    queued: list[object] = []
-
-    def interrupted(marks: Any) -> Any:
-        queued.append(marks)
-        if len(queued) == 2:  # the first was that its own array is ready
-            raise ValueError("as a signal's handler may")
-        return copied(marks)
-
     if comm.rank == 0:
-        monkeypatch.setattr(programs, "copied", interrupted)
+        interrupt(monkeypatch)
         fake_gpu.program.run(lambda: time.sleep(0.05))
     with pytest.raises(mpdist.CommunicationError if comm.rank == 0 else mpdist.CommRevoked):
         await comm.all_reduce(x)
@@ -440,16 +445,8 @@ async def test_an_array_that_another_may_still_write_is_kept(
     fake_gpu.place = 1
     await join(comm, fake_gpu)
     x = shared_array(comm, fake_gpu, np.full(1000, 1.0))
-    queued: list[object] = []
-
-    def interrupted(marks: Any) -> Any:
-        queued.append(marks)
-        if len(queued) == 2:
-            raise ValueError("as a signal's handler may")
-        return copied(marks)
-
     if comm.rank == 1:
-        monkeypatch.setattr(programs, "copied", interrupted)
+        interrupt(monkeypatch)
     with pytest.raises(mpdist.CommunicationError) if comm.rank == 1 else suppress(mpdist.CommRevoked):
         await comm.all_reduce(x)
     if comm.rank == 1:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from mpdist import Communicator
 from mpdist.runtime.cores import Place, crowd
 
 
@@ -40,6 +41,6 @@ def test_this_process_is_somewhere() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_of_one_machine_see_each_other(comm) -> None:  # type: ignore[no-untyped-def]  # a fixture
+def test_ranks_of_one_machine_see_each_other(comm: Communicator) -> None:
     places = comm.all_gather_object(Place.here()).wait()
     assert len({each.machine for each in places}) == 1
