@@ -69,7 +69,7 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        import mpdist
+        import mpdist.torch
 
         self.cupy: Any = cupy
         self.torch, self.dist = torch, dist
