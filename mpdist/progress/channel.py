@@ -277,7 +277,8 @@ class Channel:
         with engine.lock:
             if self in engine.channels:
                 engine.channels.remove(self)
-                engine.closed.append((self.name, self.world_ranks, self.sequence))
+                begun = self.sequence - len(self._queue)  # what waits ends now, though others may have begun it
+                engine.closed.append((self.name, self.world_ranks, begun))
             if self.inbox in engine.listening:
                 engine.listening.remove(self.inbox)
             self.end_waiting(why)

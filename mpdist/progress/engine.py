@@ -71,7 +71,7 @@ class Engine:
         wrecks: Works whose program was interrupted by a signal's handler, or has lost a request; kept for good: MPI may
             still use their memory.
         channels: all open channels.
-        closed: name, ranks in the world and last sequence of the channels closed last, for the diagnosis.
+        closed: name, ranks in the world and number of collectives begun of the channels closed last, for the diagnosis.
         meeting: channel of the world that carries nothing but the making of subgroups.
         maker: the world once more, on which subgroups are made: Open MPI does that by messages, which a probe
             on the same communicator would take away.

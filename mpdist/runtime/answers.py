@@ -54,7 +54,7 @@ def _line(work: Work[Any]) -> str:
 
 
 def posted_collectives(engine: Engine) -> dict[str, int]:
-    """For each communicator by key: number of collectives posted; also of those closed last."""
+    """For each communicator by key: number of collectives posted; of those closed last, of those begun."""
     closed = {key_of(name, ranks): number for name, ranks, number in list(engine.closed)}
     return closed | {key_of(each.name, each.world_ranks): each.sequence for each in list(engine.channels)}
 
@@ -163,7 +163,7 @@ def _state(
     here = [work for work in works if work._channel is channel]
     return ChannelState(
         posted=posted,
-        calls=() if channel is None else _calls(channel, sequences),
+        calls=() if channel is None else _calls(channel, sequences, channel.sequence if posted is None else posted),
         sends=_tags(work.tag for work in here if isinstance(work, Send) and _world_rank(work, work.dst) == asker),
         receives=_tags(work.tag for work in here if isinstance(work, Receive) and _may_meet(work, asker)),
     )
@@ -183,18 +183,18 @@ def _may_meet(receive: Receive, sender: int) -> bool:
     return receive.src == ANY or _world_rank(receive, receive.src) == sender
 
 
-def _calls(channel: Channel, sequences: Sequence[int]) -> tuple[Posted, ...]:
+def _calls(channel: Channel, sequences: Sequence[int], last: int) -> tuple[Posted, ...]:
     """The collectives that are asked for, as far as they are known, and the last one."""
-    last = channel.sequence
+    newest = channel.sequence
     found = {
-        last - back: Posted(last - back, op, words[0](*words[1:])[:MOST_TEXT], _site(place), None)
+        newest - back: Posted(newest - back, op, words[0](*words[1:])[:MOST_TEXT], _site(place), None)
         for back, (op, words, place) in enumerate(reversed(list(channel.recent)))
     }
     for work in list(channel.collectives):
         waited = None if work.done() else monotonic() - (work.since or monotonic())
         details = work.details()[:MOST_TEXT]
         found[work.sequence] = Posted(work.sequence, work.op, details, short(work.site)[-MOST_TEXT:], waited)
-    return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found)
+    return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found and sequence <= last)
 
 
 def _site(place: Place | None) -> str:

@@ -133,7 +133,7 @@ def _last_collective(state: ChannelState) -> str:
     if state.posted is None:
         return "has closed this communicator, or never had it"
     if not state.calls:
-        return "no collective yet"
+        return f"has closed it after collective #{state.posted}" if state.posted else "no collective yet"
     last = state.calls[-1]
     return f"last collective {last.op} #{last.sequence} ({last.site})"
 

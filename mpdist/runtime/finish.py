@@ -8,8 +8,10 @@ need it. If they wait for more than it can give, the control thread ends the job
 from __future__ import annotations
 
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from mpdist.progress.collective import Collective
 from mpdist.progress.receive import Receive
 
 if TYPE_CHECKING:
@@ -26,9 +28,25 @@ SHOWN = 4
 def drain(engine: Engine, timeout: float | None = None) -> bool:
     """Complete all sends and collectives of this rank; False if one took longer than `timeout` seconds.
 
-    Receives may stay: nobody waits for them.
+    Receives may stay: nobody waits for them. So may collectives on communicators that this rank has left, see
+    `drain_left`.
     """
-    return all(engine.wait(work, timeout) for work in unfinished(engine))
+    return all(engine.wait(work, timeout) for work in unfinished(engine) if not _is_left(work))
+
+
+def drain_left(engine: Engine) -> None:
+    """Complete, once all ranks have agreed, what all have begun on communicators that they have left.
+
+    A rank that leaves one by an exception drops what has not begun there yet, though others may have begun it: they
+    would wait for ever.
+    """
+    end = monotonic() + ALONE_SECONDS
+    for work in unfinished(engine):
+        engine.wait(work, max(end - monotonic(), 0.0))
+
+
+def _is_left(work: Work[Any]) -> bool:
+    return isinstance(work, Collective) and work._channel.is_closed
 
 
 def unfinished(engine: Engine) -> list[Work[Any]]:

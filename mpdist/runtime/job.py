@@ -150,6 +150,7 @@ class Job:
         self.control.announce_finished()
         self._drain()
         finish.agree(self.engine)
+        finish.drain_left(self.engine)
         record_completion()
         self.disarm()
         self.control.stop()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.job
 START_SECONDS = 5.0
 
 ENDINGS = [
-    "various", "loop", "finalize", "late", "needed", "mpi4py_first", "mpi4py_later", "many_tags", "seen_task",
+    "various", "loop", "finalize", "late", "needed", "left", "mpi4py_first", "mpi4py_later", "many_tags", "seen_task",
     "forgotten_task_of_another_loop", "before", "many_files",
 ]  # fmt: skip
 
@@ -69,6 +69,15 @@ def test_message_of_another_tag_ends_the_job(how: str, reason: str) -> None:
     line = report(ended)
     assert before in line
     assert after in line
+    assert ended.seconds < START_SECONDS + PROMISED_SECONDS
+
+
+def test_wait_for_a_collective_that_others_have_left_ends_the_job() -> None:
+    ended = run("bare", 2, ENDING, "left_by_others")
+    assert ended.status == 1
+    line = report(ended)
+    assert "rank 0 waits in all_reduce float64 x 4194304 sum #2 on 'world/dup1'" in line
+    assert "for rank 1, which has finished (has closed it after collective #1)" in line
     assert ended.seconds < START_SECONDS + PROMISED_SECONDS
 
 

@@ -4,6 +4,7 @@ ending.py HOW
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
@@ -155,6 +156,37 @@ def needed():
         x = np.ones(LARGE)
         await world.all_reduce(x)
         assert x[-1] == world.size
+
+    mpdist.run(main)
+
+
+async def begin_two(world, waits_for):
+    """Rank 0 leaves a communicator when it has begun a second collective, the others before they have."""
+    async with world.dup() as comm:
+        works = [comm.all_reduce(np.ones(LARGE)) for _ in range(2)]
+        if world.rank == 0:
+            await works[waits_for]
+            await asyncio.sleep(0.3)
+        raise KeyError
+
+
+def left():
+    """All ranks have left, and wait for nothing."""
+
+    async def main(world):
+        with contextlib.suppress(KeyError):
+            await begin_two(world, 0)
+        await add(world)
+
+    mpdist.run(main)
+
+
+def left_by_others():
+    """One rank waits for what the others have dropped."""
+
+    async def main(world):
+        with contextlib.suppress(KeyError):
+            await begin_two(world, 1)
 
     mpdist.run(main)
 
