@@ -24,6 +24,7 @@ import traceback
 from types import FrameType
 from typing import NoReturn
 
+from mpdist.debug.uncollected import uncollected
 from mpdist.runtime.crash import Crash
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender
 from mpdist.runtime.hooks import INTERRUPTED
@@ -122,6 +123,7 @@ class Signals:
             os.close(read)
 
 
+@uncollected
 def _print_main_stack() -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     print("It is here:", *traceback.format_stack(frame), sep="\n", end="", file=sys.stderr)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from mpdist.debug.lines import describe, is_users, outward
+from mpdist.debug.uncollected import uncollected
 from mpdist.progress.collective import Collective
 from mpdist.progress.engine import Engine
 from mpdist.progress.mailbox import ANY
@@ -64,6 +65,7 @@ class Waits:
     perhaps: list[Waiter] = field(default_factory=list)
 
 
+@uncollected
 def place(engine: Engine) -> str:
     """`train.py:36 in load_batch: time.sleep(60)`: where the main thread, or the main task, is."""
     loop = _running_loop(engine)
@@ -90,12 +92,14 @@ def _line_of_thread(frame: FrameType | None) -> str:
     )
 
 
+@uncollected
 def place_of(work: Work[Any]) -> str:
     """The line of the thread that waits for this operation for ever; empty if none does."""
     waiters = (_waiting_thread(frame) for frame in sys._current_frames().values())
     return next((waiter.place for waiter in waiters if waiter is not None and waiter.work is work), "")
 
 
+@uncollected
 def awaited(engine: Engine) -> list[Work[Any]]:
     """For which operations this process waits: of the main thread or task, else of all tasks."""
     frames = sys._current_frames()
@@ -110,6 +114,7 @@ def awaited(engine: Engine) -> list[Work[Any]]:
     return [tasks.works[main_task]] if main_task in tasks.works else list(tasks.works.values())
 
 
+@uncollected
 def waits(engine: Engine) -> Waits:
     """For which operations this process waits, and what could end that."""
     found = Waits()
