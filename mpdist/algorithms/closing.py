@@ -5,6 +5,9 @@ what nobody has received here. MPI keeps the messages between two ranks in order
 an empty last one, to every member that a rank has ever sent to, proves that all its
 earlier ones have come. Who sends it to whom is exchanged beside it: a byte for each
 pair of members, and no message between those that never spoke.
+
+That is a collective of the communicator, so before it the members meet elsewhere: one
+that was left by a member, which may have begun another collective there, is closed by each for itself.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpdist.algorithms.groups import Until
+from mpdist.algorithms.meeting import LEFT, meet
+from mpdist.algorithms.meeting import leave as meet_without
+from mpdist.errors import CollectiveMismatch
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
 from mpdist.progress.collective import Steps
@@ -45,15 +51,29 @@ class Node:
     close: Callable[[], Work[None]]
 
 
-def close(transport: Transport, channel: Channel, node: Node | None, then: Callable[[], None]) -> Steps[None]:
-    """All members are done with the communicator.
+def close(transport: Transport, channel: Channel, node: Node | None, then: Callable[[bool], None]) -> Steps[None]:
+    """All members are done with the communicator, or have left it.
 
     Receives that wait end with ClosedError, for nothing can come any more; messages that nobody has received are
     taken from MPI, and stay listed in the inbox.
 
     Args:
         node: None where there is none, or where it cannot be used.
+        then: closes it here; told whether all members do.
+
+    Raises:
+        CollectiveMismatch: the members have begun different numbers of collectives; it is closed here only.
     """
+    numbers = yield from meet(channel.engine.meeting, channel.world_ranks, _end_of(channel), channel.turn)
+    if len(set(numbers)) > 1 or LEFT in numbers:
+        then(False)
+        if LEFT not in numbers:
+            listed = ", ".join(f"rank {rank}: {number - 1}" for rank, number in enumerate(numbers))
+            raise CollectiveMismatch(
+                f"close on {channel.where()}: the ranks have called different numbers of collectives before "
+                f"({listed}), so what they got may not belong together"
+            )
+        return
     last = transport.together([_say_last(channel, peer) for peer in channel.addressed])
     told, heard = np.zeros((2, transport.size), np.uint8)
     told[list(channel.addressed)] = SAYS_LAST
@@ -74,7 +94,18 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
     yield Until(lambda: not channel.under_way())
     if node is not None and all(heard[rank] & HAS_NODE for rank in node.members):
         yield from _close_node(node)
-    then()
+    then(True)
+
+
+def leave(channel: Channel) -> None:
+    """This member does not come to the end of the communicator: nobody is to wait for it there."""
+    meeting = channel.engine.meeting
+    if not meeting.is_closed:
+        meet_without(meeting, channel.world_ranks, _end_of(channel))
+
+
+def _end_of(channel: Channel) -> str:
+    return f"the end of {channel.name}"
 
 
 def _say_last(channel: Channel, peer: int) -> Request:

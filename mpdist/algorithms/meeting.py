@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 8
 
+LEFT = -1
+"""The word of a member that never comes."""
+
 
 def tag_of(meeting: Channel, name: str) -> int:
     """The tag of the messages by which ranks meet for what has this name."""
@@ -40,7 +43,7 @@ def meet(meeting: Channel, members: Sequence[int], name: str, word: int = 0) -> 
         word: what this member tells the others, 64 bits.
 
     Returns:
-        The words of all members.
+        The words of all members; only LEFT where the first of them has left, see `leave`.
     """
     first, others = members[0], members[1:]
     if meeting.rank != first:
@@ -49,9 +52,17 @@ def meet(meeting: Channel, members: Sequence[int], name: str, word: int = 0) -> 
     words = [word]
     for member in others:
         words += yield from _hear(meeting, member, name)
-    for member in others:
-        _tell(meeting, member, name, words)
+    for member, told in zip(others, words[1:], strict=True):
+        if told != LEFT:
+            _tell(meeting, member, name, words)
     return words
+
+
+def leave(meeting: Channel, members: Sequence[int], name: str) -> None:
+    """Tell those that come, or wait already, that this member does not; arguments as of `meet`."""
+    first, others = members[0], members[1:]
+    for member in others if meeting.rank == first else [first]:
+        _tell(meeting, member, name, [LEFT])
 
 
 def _tell(meeting: Channel, member: int, name: str, words: Sequence[int]) -> None:

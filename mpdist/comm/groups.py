@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Transport
 
 
+_LARGEST = 2**31 - 1  # of the colors and keys of MPI
+
+
 class Joined(Collective[Any]):
     """A communicator that is being made: await it, or use it in `async with`."""
 
@@ -33,6 +36,10 @@ class Joined(Collective[Any]):
         part = self.result()
         if part is not None:
             await part.__aexit__(*error)
+
+    def _came_late(self, result: Any) -> None:
+        if result is not None:
+            result._leave("its making was given up")
 
 
 class Closed(Work[None]):
@@ -56,16 +63,19 @@ class Groups(Operations):
         """One communicator for each color; its ranks are ordered by `key`, then by rank here.
 
         Args:
-            color: not negative; None: in none, the result is None.
+            color: 0 to 2**31 - 1; None: in none, the result is None.
+            key: of as many bits.
 
         Returns:
             An awaitable of the communicator, also `async with comm.split(...) as part:`.
         """
         if color is not None:
             color = _integer(color, "color")
-            if color < 0:
-                raise UsageError(f"color is {color}; a color is not negative, and None for no communicator")
+            if not 0 <= color <= _LARGEST:
+                raise UsageError(f"color is {color}; a color is 0 to {_LARGEST}, and None for no communicator")
         key = _integer(key, "key")
+        if not -_LARGEST <= key <= _LARGEST:
+            raise UsageError(f"key is {key}; it must be {-_LARGEST} to {_LARGEST}")
         channel = self._channel
         make = self._maker(f"{self.name}/split{channel.sequence + 1}:{color}")
         return channel.post(
@@ -93,7 +103,8 @@ class Groups(Operations):
         meeting = self._channel.engine.meeting
         self._subgroups_made[members] = number
         steps = groups.subgroup(self._channel.transport, self._channel, meeting, self._maker(name), members, name)
-        return meeting.post_apart(Joined(meeting, "subgroup", steps, lambda: f"of ranks {list(members)}"))
+        words = f"of ranks {list(members)} of '{self.name}'"
+        return meeting.post_apart(Joined(meeting, "subgroup", steps, lambda: words))
 
     def _maker(self, name: str) -> Callable[[Transport], Communicator]:
         return lambda transport: self._member(transport, name)
@@ -111,7 +122,7 @@ class Groups(Operations):
         """Close the communicator; all members do. Its later use raises ClosedError.
 
         Messages that nobody has received are reported on stderr; iterators over `messages` end. Where it refuses
-        use because its ranks may be out of step, it is closed here only: nobody is waited for.
+        use because its ranks may be out of step, or others have left it by an exception, it is closed here only.
 
         Returns:
             A Work of None, done when all members have called it.
@@ -121,7 +132,7 @@ class Groups(Operations):
         """
         channel = self._channel
         if channel.broken and not channel.is_closed:
-            self._closed("it was closed")
+            self._leave("it was closed")
             return Closed(channel)
         listening = set(channel.inbox.listeners())
         pending = [work for work in channel.unfinished() if work not in listening]
@@ -132,7 +143,7 @@ class Groups(Operations):
 
     def _close(self) -> Work[None]:
         channel = self._channel
-        closed = partial(self._closed, "it was closed", together=True)
+        closed = partial(self._closed, "it was closed")
         work: Work[None] = channel.post("close", closing.close, str, channel, self._open_node(), closed)
         if not work.done():
             channel.refuse("close() was called")
@@ -144,6 +155,11 @@ class Groups(Operations):
         if node is None or node._channel.is_closed or node._channel.broken:
             return None
         return closing.Node(node._channel, [self.ranks.index(rank) for rank in node.ranks], node._close)
+
+    def _leave(self, why: str) -> None:
+        """Close it here, and tell the others, which may close it well."""
+        closing.leave(self._channel)
+        self._closed(why)
 
     def _closed(self, why: str, together: bool = False) -> None:
         """Close it here; its communicator of the node too, if that is not closed yet."""
@@ -172,7 +188,7 @@ class Groups(Operations):
         if self._channel.is_closed:
             return
         if kind is not None or self._channel.broken:
-            self._closed(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
+            self._leave(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
             return
         await self._close()
 

@@ -30,25 +30,32 @@ class Conversation(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         self._begin()
-        while self._work is not None:
-            self._answer((yield from self._work.__await__()))
-        return self._result
+        while (work := self._work) is not None:
+            self._answer(work, (yield from work.__await__()))
+        return self._end()
 
     def wait(self, timeout: float | None = None) -> T:
         """The same where no event loop runs; `timeout` in seconds is for each message."""
         self._begin()
-        while self._work is not None:
-            self._answer(self._work.wait(timeout))
-        return self._result
+        while (work := self._work) is not None:
+            self._answer(work, work.wait(timeout))
+        return self._end()
 
     def _begin(self) -> None:
         if self._error is not None:
             raise self._error
         if self._work is None and not self._is_over:
-            self._answer(None)
+            self._answer(None, None)
 
-    def _answer(self, answer: Any) -> None:
-        """Go on to the next Work."""
+    def _end(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _answer(self, work: Work[Any] | None, answer: Any) -> None:
+        """Go on to the next Work, unless somebody else who awaits it has."""
+        if self._work is not work:
+            return
         self._work = None
         try:
             self._work = self._talk.send(answer)

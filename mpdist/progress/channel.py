@@ -208,6 +208,8 @@ class Channel:
 
     def post_apart(self, work: W) -> W:
         """Post a program that has no place in the order of this channel's collectives."""
+        work.is_apart = True
+        work._place = user_place()
         with self.engine.lock:
             work._start()
         self.engine.ensure_ticking()

@@ -29,6 +29,11 @@ Place = tuple[CodeType, int]
 Words = tuple[Callable[..., str], *tuple[Any, ...]]
 """A function and its arguments: the text of an operation's details, made only when asked. They keep no array alive."""
 
+_MAKING = ("dup", "split", "subgroup")
+_TOO_MANY = (
+    "; MPI makes only so many communicators (MPICH 2048), and gets back those that all members close, not those that "
+    "were left by an exception, or belonged to a DistributedDataParallel or a torch group that is gone"
+)
 _COMPARE = "; do all ranks call it with the same count, type and op? MPDIST_DEBUG=1 compares them"
 
 Steps = Generator["Request", None, T]
@@ -47,10 +52,12 @@ class Collective(Work[T]):
 
     Attributes:
         is_queued: an earlier one of several steps must end before it starts.
+        is_apart: it has no place in the order of the channel's collectives, which may go on whatever becomes of it.
         task: the task that posted it, None outside tasks.
     """
 
     is_queued = False
+    is_apart = False
     task: asyncio.Task[Any] | None = None
     _request: Request | None = None
     _left: Steps[Any] | None = None
@@ -104,8 +111,10 @@ class Collective(Work[T]):
                 self._request = request = next(steps)
             self._channel.engine.has_advanced = True
         except StopIteration as stop:
-            if not self._done:  # it may have expired meanwhile
+            if not self._done:
                 self._finish(stop.value)
+            else:
+                self._came_late(stop.value)
             self._end()
             return True
         except BaseException as error:
@@ -116,13 +125,16 @@ class Collective(Work[T]):
             return self._broke(error)
         return False
 
+    def _came_late(self, result: T) -> None:
+        """It has expired meanwhile: nobody gets the result."""
+
     def _stopped(self, error: BaseException) -> bool:
         """Its program has raised, or was interrupted by a handler that wants the exception for itself."""
         if isinstance(error, Exception):
             return self._broke(error)
         channel = self._channel
         channel.engine.wrecks.append(self)
-        channel.give_up(f"{self.describe()} was interrupted, so its ranks may be out of step")
+        self._give_channel_up("was interrupted")
         self._broke(error)
         raise error
 
@@ -148,7 +160,9 @@ class Collective(Work[T]):
             channel.give_up(f"{self.describe()} failed, so its ranks may be out of step")
 
     def _advice(self, error: BaseException) -> str:
-        return _COMPARE if isinstance(error, self._channel.transport.failure) else ""
+        if not isinstance(error, self._channel.transport.failure):
+            return ""
+        return _TOO_MANY if self.op in _MAKING else _COMPARE
 
     def _end(self) -> None:
         self._steps = self._request = None
@@ -163,8 +177,12 @@ class Collective(Work[T]):
             collectives.popleft()
 
     def _expire(self, error: BaseException) -> None:
-        self._channel.give_up(f"{self.describe()} was given up, so its ranks may be out of step")
+        self._give_channel_up("was given up")
         self._fail(error)
+
+    def _give_channel_up(self, why: str) -> None:
+        if not self.is_apart:
+            self._channel.give_up(f"{self.describe()} {why}, so its ranks may be out of step")
 
 
 @single_step

@@ -204,6 +204,12 @@ class Inbox:
         assert incoming.parts is not None
         incoming.parts.append((handle, nbytes))
 
+    def all_pieces_came(self, incoming: Incoming) -> None:
+        """No more come; what its sender sends with this tag from now on belongs to a later message."""
+        key = incoming.src, incoming.tag
+        if self._in_pieces.get(key) is incoming:
+            del self._in_pieces[key]
+
     def _open_shown(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
         head = bytearray(nbytes)
         handle.Recv([head, nbytes, self.channel.byte])

@@ -165,4 +165,7 @@ class Pieces:
             self._requests.append(handle.Irecv([region, nbytes, self._channel.byte]))
             self._started += 1
         self._requests = [request for request in self._requests if not request.Test()]
-        return self._started == len(self._regions) and not self._requests
+        if self._started < len(self._regions):
+            return False
+        self._channel.inbox.all_pieces_came(self._incoming)
+        return not self._requests

@@ -110,7 +110,12 @@ class Work(Generic[T]):
                     f"wait() for {self.describe()} was called on the thread of a running event loop, "
                     "which would stand still: write `await work`"
                 )
-            if not self._channel.engine.wait(self, timeout):
+            try:
+                is_done = self._channel.engine.wait(self, timeout)
+            except BaseException:  # of a signal's handler
+                self._abandon()
+                raise
+            if not is_done:
                 self._abandon()
                 raise WorkTimeout(f"{self.describe()} is not done after {timeout:g} s", work=self)
         self._looked_at = True

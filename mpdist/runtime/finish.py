@@ -71,7 +71,8 @@ def close_all(engine: Engine, why: str) -> None:
     """
     for channel in list(engine.channels):
         if not channel.is_closed:
-            _report_unclaimed(channel)
+            if channel is not engine.meeting:  # where those who have left may have been heard by nobody
+                _report_unclaimed(channel)
             for receive in list(channel.inbox.box.waiting()):
                 receive.cancel()
             channel.close(why, together=True)

@@ -67,9 +67,11 @@ class Coalesced(Collectives):
 
     def _start_coalescing(self, device: object = None) -> None:
         """Operations inside the manager are posted at once; together they are waited for at its end."""
+        self._gathered = []
 
-    def _end_coalescing(self, device: object = None) -> None:  # type: ignore[override]  # nothing is left to wait for
-        return None
+    def _end_coalescing(self, device: object = None) -> TorchWork | None:  # type: ignore[override]  # None: no Work
+        works, self._gathered = self._gathered, None
+        return _Several(works) if works else None
 
 
 def _as(octets: Tensor, like: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class Group(dist.ProcessGroup):
         self._name = ""
         self._description = ""
         self._kept: deque[Work] = deque(maxlen=WORKS_KEPT_BY_GROUP)
+        self._gathered: list[TorchWork] | None = None  # handed out since _start_coalescing
         self._monitored = (0, 0)  # the stamp of the last monitored barrier
         self._set_default_timeout(timeout)
 
@@ -209,6 +210,8 @@ class Group(dist.ProcessGroup):
             self._progress.posted()
         if is_small(outputs):
             self._kept.append(work)
+        if self._gathered is not None:
+            self._gathered.append(work)
         return work
 
     def _complete(self, posted: OwnWork[Any]) -> None:

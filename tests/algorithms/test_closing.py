@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpdist import Communicator
+from mpdist import CollectiveMismatch, Communicator
 from mpdist.progress import wire
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -96,3 +96,40 @@ async def test_a_close_that_waits_for_a_collective_says_its_last_too(comm: Commu
         await sent
         work = part.all_gather_object({"rank": part.rank})
     assert await work == [{"rank": rank} for rank in range(comm.size)]
+
+
+@pytest.mark.parametrize("count", [1, 100, 300_000])
+async def test_a_member_that_has_left_is_not_waited_for(comm: Communicator, count: int) -> None:
+    """What it has begun there is not taken for the others' end."""
+    leaver = comm.size - 1
+    try:
+        async with comm.dup() as part:
+            if comm.rank == leaver:
+                part.all_to_all(np.full(count * comm.size, 255, np.uint8)).forget()
+                raise KeyError
+    except KeyError:
+        assert comm.rank == leaver
+    assert part._channel.is_closed
+    await comm.barrier()
+
+
+async def test_the_first_may_leave_too(comm: Communicator) -> None:
+    try:
+        async with comm.dup() as part:
+            if comm.rank == 0:
+                raise KeyError
+    except KeyError:
+        assert comm.rank == 0
+    assert part._channel.is_closed
+    async with comm.dup() as part:
+        await part.barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
+async def test_different_numbers_of_collectives_are_named(comm: Communicator) -> None:
+    part = await comm.dup()
+    if comm.rank == 1:
+        part._channel.sequence += 1  # as after a broadcast from here that others have not called
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: 0, rank 1: 1.*may not belong together"):
+        await part.close()
+    assert part._channel.is_closed

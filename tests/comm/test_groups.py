@@ -480,3 +480,25 @@ async def test_a_forked_child_does_not_warn_or_close(comm: Communicator) -> None
     _, status = await asyncio.to_thread(os.waitpid, pid, 0)
     assert status == 0
     assert await total(comm) == sum(comm.ranks)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_a_subgroup_given_up_leaves_all_else_usable(comm: Communicator) -> None:
+    if comm.rank == 0:
+        with pytest.raises(mpdist.WorkTimeout, match=r"of ranks \[0, 1\] of '.*' .*test_groups\.py"):
+            await comm.subgroup([0, 1]).within(0.05)
+    await comm.barrier()
+    if comm.rank == 1:
+        async with comm.subgroup([0, 1]) as pair:  # rank 0 has come, and has left
+            assert pair.size == 2
+    if comm.rank < 2:
+        async with comm.subgroup([0, 1]) as pair:
+            assert await total(pair) == sum(comm.ranks[:2])
+
+
+async def test_colors_and_keys_have_32_bits(comm: Communicator) -> None:
+    for arguments in ((2**31, 0), (0, 2**31), (0, -(2**31))):
+        with pytest.raises(mpdist.UsageError, match=str(arguments[0] or arguments[1])):
+            comm.split(*arguments)
+    async with comm.split(2**31 - 1, -comm.rank) as part:
+        assert part.rank == comm.size - 1 - comm.rank

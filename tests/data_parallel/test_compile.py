@@ -50,3 +50,29 @@ def test_compiled_module_has_the_same_gradients(comm: Communicator, place: str) 
         assert len(graphs) > 1  # dynamo's splitter saw the wrapper: buckets start while the rest of backward runs
         assert len(model.reducer.buckets) > 1
     torch._dynamo.reset()
+
+
+def test_a_compiled_step_of_training_has_the_same_parameters(comm: Communicator) -> None:
+    """Dynamo goes on tracing where backward calls hooks."""
+    torch._dynamo.reset()
+    net, copy = Net(), Net()
+    with wrapped(net, comm) as model:
+        copy.load_state_dict(net.state_dict())
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (net, copy)]
+
+        @torch.compile(backend="eager")
+        def step(x: Tensor) -> None:
+            optimizers[0].zero_grad()
+            model(x).square().mean().backward()
+            optimizers[0].step()
+
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            step(x)
+            optimizers[1].zero_grad()
+            copy(x).square().mean().backward()
+            for parameter in copy.parameters():
+                comm.all_reduce(parameter.grad, op="avg").wait()
+            optimizers[1].step()
+        assert_equal(list(net.parameters()), list(copy.parameters()))
+    torch._dynamo.reset()

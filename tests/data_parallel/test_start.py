@@ -159,3 +159,32 @@ def test_ignored_parameters_are_left_alone(comm: Communicator) -> None:
     with wrapped(net, comm) as model:
         model((comm.rank + torch.ones(2, 6)).double()).sum().backward()
         assert torch.all(net[0].weight == comm.rank)
+
+
+def test_the_first_forward_may_be_one_of_inference(comm: Communicator) -> None:
+    """The memory in which buffers travel is made there, and written to in all later forwards."""
+    net = mlp(6, 10, 3, normed=True)
+    with wrapped(net, comm) as model:
+        assert model.will_sync_module_buffers()
+        model.eval()
+        with torch.inference_mode():
+            model(torch.ones(4, 6).double())
+        model.train()
+        for number in range(2):
+            model(torch.full((4, 6), comm.rank + number).double()).sum().backward()
+        net[2].running_mean += comm.rank
+        model(torch.ones(4, 6).double())
+        means = comm.all_gather_object(net[2].running_mean.tolist()).wait()
+        assert all(mean == means[0] for mean in means)
+
+
+def test_the_type_may_change_between_two_steps(comm: Communicator) -> None:
+    net = nn.Linear(6, 3)
+    with wrapped(net, comm) as model:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            model.to(dtype)
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.full((4, 6), comm.rank + 1.0, dtype=dtype)).sum().backward()
+                assert net.weight.grad.dtype == dtype
+                assert net.weight.grad[0, 0].item() == pytest.approx(4 * (comm.size + 1) / 2)

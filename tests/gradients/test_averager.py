@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections import defaultdict
@@ -12,6 +13,7 @@ import pytest
 
 import mpdist
 from mpdist import CollectiveMismatch, Communicator, GradientAverager, SizeMismatch, UsageError
+from mpdist.gradients.talk import Conversation, Talk
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -272,3 +274,22 @@ async def test_jax_arrays_come_back_new(comm: Communicator, dtype: str) -> None:
         assert result.shape == (2, 3)
         assert np.all(np.asarray(result, np.float64) == (comm.size - 1) / 2 + step)
         assert np.all(np.asarray(x, np.float64) == comm.rank)
+
+
+async def test_two_who_await_one_step_get_its_result(comm: Communicator) -> None:
+    """The one that is woken last does not answer for a message that is not done yet."""
+
+    def sums() -> Talk[str]:
+        for number in range(20):
+            x = np.full(50_000, comm.rank + number)
+            got = yield comm.all_reduce(x)
+            assert got is x
+            assert got[-1] == comm.size * (comm.size - 1) / 2 + comm.size * number
+        return "all"
+
+    conversation = Conversation(sums())
+
+    async def hold() -> str:
+        return await conversation
+
+    assert await asyncio.gather(hold(), hold()) == ["all", "all"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -160,3 +161,27 @@ async def test_cancelled_awaits_of_collectives_and_sends_leave_everything_usable
         assert (result == 2 * turn).all() if turn % 3 else all((each == turn).all() for each in result)
         await sent
     assert comm._channel.unfinished() == []
+
+
+def test_a_wait_that_a_handler_of_a_signal_ends_withdraws_its_receive(comm: Communicator) -> None:
+    def ends(*_: object) -> None:
+        raise KeyError
+
+    before = signal.signal(signal.SIGALRM, ends)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyError):
+            comm.recv(src=1 - comm.rank, tag=3).wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    comm.barrier().wait()
+    comm.send(np.full(3, comm.rank), 1 - comm.rank, 3).wait()
+    assert comm.recv(src=1 - comm.rank, tag=3).wait().data.tolist() == [1 - comm.rank] * 3
+
+
+async def test_large_objects_leave_nothing_behind(comm: Communicator) -> None:
+    for tag in range(3):
+        work = comm.send_object(["x" * 200_000, np.full(100_000, tag)], 1 - comm.rank, tag)
+        assert (await comm.recv_object(src=1 - comm.rank, tag=tag)).data[1][-1] == tag
+        await work
+    assert comm._channel.inbox._in_pieces == {}

@@ -119,6 +119,21 @@ def test_coalesced(group: dist.ProcessGroup) -> None:
         assert_same(out, reduced(ReduceOp.SUM, [x[own] for x in inputs]), each.dtype)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_coalesced_on_a_device_is_waited_for(group: dist.ProcessGroup, is_async: bool) -> None:
+    size, rank = group.size(), group.rank()
+    here = torch.device("cpu")
+    x, y, out = torch.full((300_000,), rank + 1.0), torch.zeros(300_000), torch.zeros(300_000)
+    with dist._coalescing_manager(device=here, async_ops=is_async) as manager:
+        dist.isend(x, (rank + 1) % size)
+        dist.irecv(y, (rank - 1) % size)
+        dist.all_reduce(out.add_(x), async_op=True)
+    if is_async:
+        manager.wait()
+    assert y[-1] == (rank - 1) % size + 1
+    assert out[-1] == size * (size + 1) / 2
+
+
 def test_sparse_tensors_are_summed(group: dist.ProcessGroup) -> None:
     size, rank = group.size(), group.rank()
 

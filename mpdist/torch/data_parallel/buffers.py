@@ -62,12 +62,13 @@ class Message:
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
             starts.append(-(-(starts[-1] + nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES)
-        flat = empty(comm, starts[-1], torch.uint8, tensors[0].device)
-        self._flat = flat
-        self._views = [
-            flat[start : start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
-            for tensor, start in zip(tensors, starts, strict=False)
-        ]
+        with torch.inference_mode(False):  # what is made in such a forward could not be written to in others
+            flat = empty(comm, starts[-1], torch.uint8, tensors[0].device)
+            self._flat = flat
+            self._views = [
+                flat[start : start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+                for tensor, start in zip(tensors, starts, strict=False)
+            ]
 
     def broadcast(self, src: int) -> None:
         """Give all ranks those of rank `src`."""

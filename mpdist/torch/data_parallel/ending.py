@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 
+from mpdist.torch.compiling import leave_alone
+
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Ending:
     """Calls one of two functions, once."""
 
+    @leave_alone
     def __init__(self, ended: Callable[[], object], broke_off: Callable[[], object]) -> None:
         self._ended = ended
         self._broke_off: Callable[[], object] | None = broke_off
 
+    @leave_alone
     def __call__(self) -> None:
         self._broke_off = None
         self._ended()
 
+    @leave_alone
     def __del__(self) -> None:
         if self._broke_off is not None:
             self._broke_off()

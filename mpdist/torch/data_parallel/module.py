@@ -312,6 +312,13 @@ class DistributedDataParallel(TorchDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {"world_size": self.comm.size, "rank": self.comm.rank, "iteration": self.reducer.step}
 
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward gives all ranks the buffers of rank 0."""
+        return bool(self.require_forward_param_sync and self.broadcast_buffers and has_buffers(self.module))
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """statistics() knows all steps."""
+
     def _check_reducer_finalized(self) -> None:
         if self.reducer.is_active:
             raise RuntimeError("a backward of this module has not ended")

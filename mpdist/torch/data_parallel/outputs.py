@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpdist.torch.compiling import leave_alone
+
 # What holds no tensor.
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, type, Enum, np.generic, np.ndarray, torch.dtype,
                torch.device)  # fmt: skip
@@ -113,6 +115,7 @@ class LeafEntry:
         self.entered = entered
         self.handle: Any = None
 
+    @leave_alone
     def __call__(self, tensor: Tensor) -> None:
         self.handle.remove()
         self.entered()

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
+from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel import change, outputs, plan, sparse
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from mpdist.comm import Communicator
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+# Reducers whose backward runs, in any thread.
+_running: set[Reducer] = set()
 
 
 class Reducer:
@@ -96,14 +101,16 @@ class Reducer:
         self._forwards = 0
         self._empty_output = ""
         self._has_warned = False
+        self._apart: WeakSet[Reducer] = WeakSet()  # that have none of these parameters
         self.look_at_parameters()
 
     # ------------------------------------------------------------------ forward
 
     def look_at_parameters(self) -> None:
-        """Read `requires_grad` again: thawed parameters get a hook, and the buckets are made anew."""
+        """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
         flags = [slot.parameter.requires_grad for slot in self._all]
-        if flags == [slot.handle is not None for slot in self._all]:
+        has_new_types = any(bucket.slots[0].parameter.dtype != bucket.dtype for bucket in self.buckets or ())
+        if flags == [slot.handle is not None for slot in self._all] and not has_new_types:
             return
         if self.buckets is not None:
             self._former = change.Former(self.buckets, self._own_notes, len(self.slots))
@@ -116,6 +123,7 @@ class Reducer:
         self.slots = [slot for slot in self._all if slot.handle is not None]
         for index, slot in enumerate(self.slots):
             slot.index = index
+        self._apart.clear()
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
@@ -150,6 +158,7 @@ class Reducer:
 
     # ------------------------------------------------------------------ backward
 
+    @leave_alone
     def _entered(self) -> None:
         """Backward has come to an output of the module.
 
@@ -183,9 +192,13 @@ class Reducer:
     def _open(self, is_absent: bool = False) -> None:
         if self.broken:
             raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
+        for other in tuple(_running):
+            if other is not self and other not in self._apart:
+                self._check_apart(other)
         if self.before_start is not None:
             self.before_start()
         self.is_active = True
+        _running.add(self)
         self._is_absent = is_absent
         self.step += 1
         self._is_closing = False
@@ -202,6 +215,24 @@ class Reducer:
                 if not slot.due and slot.bucket is not None:
                     self._unfired(slot)
         self.clock.backward_begins()
+
+    def _check_apart(self, other: Reducer) -> None:
+        """What one of them has averaged, or begins to, the other would take for a gradient of this rank."""
+        own = {id(slot.parameter): slot for slot in self.slots}
+        both = [own[id(slot.parameter)].name for slot in other.slots if id(slot.parameter) in own]
+        if not both:
+            self._apart.add(other)
+        elif self.bucket_type is Bucket or other.bucket_type is Bucket:
+            raise UsageError(
+                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): {both[0]} is a parameter of "
+                f"another one, too, on '{other.comm.name}', whose backward runs at the same time; wrap what both have "
+                "once, or give gradient_as_bucket_view=False to both"
+            )
+
+    def _rest(self) -> None:
+        """No backward runs."""
+        self.is_active = False
+        _running.discard(self)
 
     def ready(self, slot: Slot) -> None:
         """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
@@ -286,7 +317,8 @@ class Reducer:
 
     def _broke_off(self) -> None:
         """An exception ended the backward."""
-        self.is_active = self.is_expected = False
+        self._rest()
+        self.is_expected = False
         if self._started:
             self.broken = (
                 f"its backward number {self.step} was ended by an exception after {self._started} buckets had started, "
@@ -299,7 +331,7 @@ class Reducer:
         """Backward is over: what is missing is zero; wait for all."""
         if not self._has_fired() and not self.unused.is_allowed:
             # Did only this rank reach no parameter, then the number of forwards tells in the next backward.
-            self.is_active = False
+            self._rest()
             self.step -= 1
             return
         with torch.no_grad():
@@ -350,7 +382,8 @@ class Reducer:
                 self._start_full()
                 self._wait()
         finally:
-            self.is_active = self.is_expected = False
+            self._rest()
+            self.is_expected = False
 
     def _agree(self) -> None:
         """The first backward is over: make the buckets."""
@@ -429,6 +462,7 @@ def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[torch.Tensor], None]:
     ready = reducer.ready
 
+    @leave_alone
     def hook(parameter: torch.Tensor) -> None:
         ready(slot)
 
