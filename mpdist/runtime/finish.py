@@ -46,7 +46,7 @@ def drain_left(engine: Engine) -> None:
 
 
 def _is_left(work: Work[Any]) -> bool:
-    return isinstance(work, Collective) and work._channel.is_closed
+    return isinstance(work, Collective) and work._channel.is_closed and work.op != "close"
 
 
 def unfinished(engine: Engine) -> list[Work[Any]]:
