@@ -10,10 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpdist.errors import UsageError
 from mpdist.memory import as_buffer
 from mpdist.progress.receive import Receive
 from mpdist.progress.sending import send
@@ -26,6 +26,10 @@ _WORD_BYTES = 8
 
 LEFT = -1
 """The word of a member that never comes."""
+
+
+# For each channel: what members have told, by member and name, and nobody has asked for yet.
+_told: WeakKeyDictionary[Channel, dict[tuple[int, str], list[list[int]]]] = WeakKeyDictionary()
 
 
 def tag_of(meeting: Channel, name: str) -> int:
@@ -66,37 +70,56 @@ def leave(meeting: Channel, members: Sequence[int], name: str) -> None:
 
 
 def _tell(meeting: Channel, member: int, name: str, words: Sequence[int]) -> None:
-    text = np.array(words, np.int64).tobytes() + name.encode()
+    text = np.array([len(words), *words], np.int64).tobytes() + name.encode()
     send(meeting, as_buffer(np.frombuffer(text, np.uint8)), member, tag_of(meeting, name))
 
 
 def _hear(meeting: Channel, member: int, name: str) -> Steps[list[int]]:
     arrival = Arrival(meeting, member, name)
     yield arrival
-    return arrival.words()
+    return arrival.words
 
 
 class Arrival:
-    """What one member tells, as a request."""
+    """What one member tells, as a request.
+
+    Names may have the same tag: what is told for another one is kept for it.
+
+    Attributes:
+        words: what it tells, when it is done.
+    """
+
+    words: list[int]
 
     def __init__(self, meeting: Channel, src: int, name: str) -> None:
-        self._receive = meeting.inbox.receive(Receive(meeting, None, src, tag_of(meeting, name)))
-        self._name = name.encode()
+        self._meeting = meeting
+        self._src = src
+        self._name = name
+        self._kept = _told.setdefault(meeting, {})
+        self._receive = self._posted()
+
+    def _posted(self) -> Receive:
+        receive = Receive(self._meeting, None, self._src, tag_of(self._meeting, self._name))
+        self._meeting.inbox.receive(receive)
+        return receive
 
     def Test(self) -> bool:
-        return self._receive._done or self._receive._poll()
+        own = (self._src, self._name)
+        while own not in self._kept:
+            if not (self._receive._done or self._receive._poll()):
+                return False
+            name, words = _read(self._receive.result().data.tobytes())
+            self._kept.setdefault((self._src, name), []).append(words)
+            if name != self._name:
+                self._receive = self._posted()
+        self._receive._abandon()  # unless its message was ours, it is for another name
+        told = self._kept[own]
+        self.words = told.pop(0)
+        if not told:
+            del self._kept[own]
+        return True
 
-    def words(self) -> list[int]:
-        """The words that it tells.
 
-        Raises:
-            UsageError: it has come for something else, whose name has the same tag.
-        """
-        text = self._receive.result().data.tobytes()
-        if not text.endswith(self._name) or (len(text) - len(self._name)) % _WORD_BYTES:
-            raise UsageError(
-                f"rank {self._receive.src} of the world has come for another communicator than "
-                f"{self._name.decode()!r} at the same time; make them one after the other"
-            )
-        words: list[int] = np.frombuffer(text[: -len(self._name)], np.int64).tolist()
-        return words
+def _read(text: bytes) -> tuple[str, list[int]]:
+    count, *words = np.frombuffer(text[: len(text) // _WORD_BYTES * _WORD_BYTES], np.int64).tolist()
+    return text[(1 + count) * _WORD_BYTES :].decode(), words[:count]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 import numpy as np
 import pytest
 
 from mpdist import CollectiveMismatch, Communicator
+from mpdist.algorithms import meeting
 from mpdist.progress import wire
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -133,3 +137,24 @@ async def test_different_numbers_of_collectives_are_named(comm: Communicator) ->
     with pytest.raises(CollectiveMismatch, match=r"rank 0: 0, rank 1: 1.*may not belong together"):
         await part.close()
     assert part._channel.is_closed
+
+
+async def test_names_of_one_tag_are_told_apart(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that close several at the same time, in different order; and some leave some."""
+    monkeypatch.setattr(meeting, "tag_of", lambda *_: 7)
+    parts = [await comm.dup() for _ in range(8)]
+
+    async def end(number: int, part: Communicator) -> None:
+        try:
+            async with part:
+                if number % 3 == 0 and comm.rank == number % comm.size:
+                    raise KeyError
+        except KeyError:
+            assert number % 3 == 0
+
+    order = list(enumerate(parts))
+    random.Random(comm.rank).shuffle(order)
+    await asyncio.gather(*(end(*each) for each in order))
+    assert all(part._channel.is_closed for part in parts)
+    async with comm.dup() as part, part.subgroup(range(comm.size)) as whole:
+        await whole.barrier()
