@@ -123,7 +123,7 @@ def test_coalesced(group: dist.ProcessGroup) -> None:
 def test_what_is_coalesced_on_a_device_is_waited_for(group: dist.ProcessGroup, is_async: bool) -> None:
     size, rank = group.size(), group.rank()
     here = torch.device("cpu")
-    x, y, out = torch.full((300_000,), rank + 1.0), torch.zeros(300_000), torch.zeros(300_000)
+    x, y, out = torch.full((30_000,), rank + 1.0), torch.zeros(30_000), torch.zeros(30_000)
     with dist._coalescing_manager(device=here, async_ops=is_async) as manager:
         dist.isend(x, (rank + 1) % size)
         dist.irecv(y, (rank - 1) % size)
