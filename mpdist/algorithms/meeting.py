@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 8
 
-LEFT = -1
-"""The word of a member that never comes."""
+LEFT = -(2**63)
+"""The word of a member that never comes; nobody who comes says this one."""
 
 
 # For each channel: what members have told, by member and name, and nobody has asked for yet.
