@@ -112,7 +112,8 @@ class Arrival:
             self._kept.setdefault((self._src, name), []).append(words)
             if name != self._name:
                 self._receive = self._posted()
-        self._receive._abandon()  # unless its message was ours, it is for another name
+        if not self._receive._looked_at:  # what has come there, or will, is for another name
+            self._receive._give_up()
         told = self._kept[own]
         self.words = told.pop(0)
         if not told:

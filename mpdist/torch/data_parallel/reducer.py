@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 
@@ -101,7 +100,6 @@ class Reducer:
         self._forwards = 0
         self._empty_output = ""
         self._has_warned = False
-        self._apart: WeakSet[Reducer] = WeakSet()  # that have none of these parameters
         self.look_at_parameters()
 
     # ------------------------------------------------------------------ forward
@@ -123,7 +121,6 @@ class Reducer:
         self.slots = [slot for slot in self._all if slot.handle is not None]
         for index, slot in enumerate(self.slots):
             slot.index = index
-        self._apart.clear()
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
@@ -193,7 +190,7 @@ class Reducer:
         if self.broken:
             raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
         for other in tuple(_running):
-            if other is not self and other not in self._apart:
+            if other is not self:
                 self._check_apart(other)
         if self.before_start is not None:
             self.before_start()
@@ -220,9 +217,7 @@ class Reducer:
         """What one of them has averaged, or begins to, the other would take for a gradient of this rank."""
         own = {id(slot.parameter): slot for slot in self.slots}
         both = [own[id(slot.parameter)].name for slot in other.slots if id(slot.parameter) in own]
-        if not both:
-            self._apart.add(other)
-        elif self.bucket_type is Bucket or other.bucket_type is Bucket:
+        if both and Bucket in (self.bucket_type, other.bucket_type):
             raise UsageError(
                 f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): {both[0]} is a parameter of "
                 f"another one, too, on '{other.comm.name}', whose backward runs at the same time; wrap what both have "
