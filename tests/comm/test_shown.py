@@ -508,8 +508,9 @@ def test_an_interruption_at_the_end_of_a_message_loses_nobody(
         leave(self, what)
 
     monkeypatch.setattr(left, "leave", interrupted)
-    works, x = _post(comm, fake_gpu, home)
-    for work in works:
+    (receive, send), x = _post(comm, fake_gpu, home)
+    # What is interrupted is waited for first: a receive that waits meanwhile would be withdrawn.
+    for work in (receive, send) if who == "receiver" else (send, receive):
         try:
             work.wait()
         except KeyboardInterrupt:
