@@ -57,6 +57,9 @@ LOCK_SECONDS = 0.05
 
 MOST_TABLE = 200
 
+# What goes wrong in each turn is not to fill the screen.
+MOST_FAILURES = 3
+
 Pair = tuple["Work[Any]", Operation]
 
 
@@ -101,6 +104,7 @@ class Control(threading.Thread):
         self._failing: list[tuple[Work[Any], MpdistError]] = []
         self._outbox: deque[tuple[int, dict[str, Any]]] = deque()  # filled by any thread
         self._lively_until = 0.0
+        self._failures = 0
         engine.on_limit = self._limit_changed
 
     # ------------------------------------------------------------------ from other threads
@@ -152,18 +156,29 @@ class Control(threading.Thread):
 
     def run(self) -> None:
         """Look for letters and late operations until `stop`."""
-        try:
-            while not self._ending:
+        while not self._ending:
+            try:
                 self._turn()
-                self._sleep()
-        except Exception:
-            self._engine.on_limit = None
-            print(
-                f"mpdist: rank {self._rank}: the diagnosis has failed, waits are not limited any more:", file=sys.stderr
-            )
-            traceback.print_exc()
+            except Exception:  # all limits depend on this thread
+                self._keep_limits()
+            self._sleep()
         if self._mail is not None:
             self._mail.close()
+
+    def _keep_limits(self) -> None:
+        """The turn has failed: what is past its limit fails all the same, though nobody says whom it waits for."""
+        self._failures += 1
+        if self._failures <= MOST_FAILURES:
+            last = "; nothing is said of it any more" if self._failures == MOST_FAILURES else ""
+            print(
+                f"mpdist: rank {self._rank}: the diagnosis has failed, limits are kept without it{last}:",
+                file=sys.stderr,
+            )
+            traceback.print_exc()
+        for work in self._watch.overdue():
+            limit = effective_limit(work, self._config)
+            self._failing.append((work, WorkTimeout(f"{work.describe()} is not done after {limit:g} s", work=work)))
+        self._fail_expired()
 
     def _sleep(self) -> None:
         if self._inquiries or self._failing or self.expected or monotonic() < self._lively_until:

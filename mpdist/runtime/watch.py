@@ -101,6 +101,12 @@ class Watch:
         self.next_look = min(self._scan_at, self._deadlines[0][0] if self._deadlines else math.inf)
         return late
 
+    def overdue(self) -> list[Work[Any]]:
+        """All that is past its limit, whether `look` has found it or not."""
+        now = monotonic()
+        limits = ((work, effective_limit(work, self._config)) for work in snapshot(self._engine))
+        return [work for work, limit in limits if work.since is not None and 0 < limit <= now - work.since]
+
     def _past_deadline(self, now: float) -> Iterator[Work[Any]]:
         while self._new:
             deadline, ref = self._new.popleft()

@@ -16,8 +16,8 @@ import pytest
 
 import mpdist
 from mpdist.config import Config
-from mpdist.runtime import describe_pending
-from mpdist.runtime.control import Control
+from mpdist.runtime import describe_pending, diagnosis
+from mpdist.runtime.control import MOST_FAILURES, Control
 from mpdist.runtime.mail import Mail
 
 pytestmark = pytest.mark.ranks(3)  # most of these tests wait; on 2 ranks: test_control_jobs.py
@@ -145,6 +145,26 @@ async def test_after_a_collective_past_its_limit_messages_are_refused_too_and_it
     with pytest.raises(mpdist.ClosedError, match="closed"):
         lost.close()
     await comm.barrier()
+
+
+async def test_limits_are_kept_where_the_diagnosis_fails_and_it_goes_on(
+    comm: mpdist.Communicator, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> str:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(diagnosis, "timeout_text", fail)
+    start()
+    for _ in range(MOST_FAILURES + 1):
+        with pytest.raises(mpdist.WorkTimeout, match=r"^recv from any rank, tag 5 .* is not done after 0.1 s$"):
+            await comm.recv(tag=5).within(0.1)
+    told = capsys.readouterr().err
+    assert told.count("the diagnosis has failed, limits are kept without it") == MOST_FAILURES
+    assert told.count("nothing is said of it any more") == 1
+    assert "ZeroDivisionError: on purpose" in told
+    monkeypatch.undo()
+    with pytest.raises(mpdist.WorkTimeout, match=r"waiting for rank"):
+        await comm.recv(tag=5).within(0.1)
 
 
 @pytest.mark.parametrize("whose", ["job", "communicator"])

@@ -22,21 +22,30 @@ if TYPE_CHECKING:
 # Up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
 SMALL_BYTES = 512 * 1024
 
+# From this size on a call takes the next part of its slot: a line of the cache that the others still have costs three
+# times as much to write as one that they have lost meanwhile. bench/caches.py.
+SPREAD_BYTES = 4096
+ALIGNED = 64
+
 
 class SmallAllReduce:
     """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
 
-    __slots__ = ("_call", "_call_at", "_count", "_folder", "_number", "_out", "_slots", "_team", "_why", "_x")
+    __slots__ = ("_call", "_call_at", "_folder", "_number", "_out", "_part", "_slots", "_team", "_why", "_x")
 
     def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
         self._team: Team | None = team
         self._why: MpdistError | None = None
         self._folder = folder
-        self._count = x.count
         self._x = x.array()
         self._out = self._x if out is x else out.array()
         team.rounds = self._number = number = team.rounds + 1
-        self._slots = team.slots(x.element)[0][number & 1]
+        self._slots = slots = team.slots(x.element)[0][number & 1]
+        start, count = 0, x.count
+        if x.nbytes >= SPREAD_BYTES:
+            width = -(-count // ALIGNED) * ALIGNED
+            start = (number >> 1) % (slots[0].size // width) * width
+        self._part = slice(start, start + count)
         self._call = call_word("all_reduce", x.nbytes, number)
         self._call_at = SMALL_AT + (number & 1)
         team.small.append(self)
@@ -49,7 +58,7 @@ class SmallAllReduce:
         return isinstance(team, Team) and x.nbytes * team.size <= SMALL_BYTES and how.op.factor is None
 
     def _stage(self, team: Team) -> None:
-        np.copyto(self._slots[team.rank][: self._count], self._x)
+        np.copyto(self._slots[team.rank][self._part], self._x)
         team.note(self._call_at, self._call)
         team.tell(STAGED, self._number)
 
@@ -71,9 +80,9 @@ class SmallAllReduce:
             return False
         if not team.agree(self._call_at, self._call):
             self._fail(team)
-        count = self._count
+        part = self._part
         # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
-        self._folder.fold([slot[:count] for slot in self._slots], (self._out,))
+        self._folder.fold([slot[part] for slot in self._slots], (self._out,))
         self._end(team)
         return True
 
