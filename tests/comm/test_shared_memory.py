@@ -29,7 +29,7 @@ from comm.residency import RESIDENCIES, Placed, place
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms.shared.team import ROUND_BYTES, SLOT_BYTES
+from mpdist.algorithms.shared.team import PLACE_BYTES, ROUND_BYTES
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(180)]
 
@@ -38,9 +38,9 @@ LARGE_BYTES = (
     ROUND_BYTES - 8,
     ROUND_BYTES,
     ROUND_BYTES + 24,
-    SLOT_BYTES + 40,
+    PLACE_BYTES + 40,
     3 * ROUND_BYTES + 1000,
-    2 * SLOT_BYTES + 24,
+    2 * PLACE_BYTES + 24,
 )
 COUNTS = (0, 1, 7, 999)
 

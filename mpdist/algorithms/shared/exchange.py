@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpdist.algorithms.shared.moving import copy
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
@@ -53,7 +51,7 @@ class Shown:
         self.rounds = max(1, -(-columns // self.width))
         self.place_of_x = PRIVATE if x is None else team.place_of(x)
         self._own = None if x is None else x.array()
-        self._slots = team.slots(element)[0]
+        self._slots = team.slots(element)
         self._whole: dict[int, Memory] = {}
         self._staged = 0
         self.is_staged = x is not None and self.place_of_x == PRIVATE
@@ -67,10 +65,9 @@ class Shown:
         """Copy these rows of a round into the slot."""
         assert self._own is not None
         start, end = self.span(place)
-        slot = self._slots[number % 2][self._team.rank]
-        for row in rows:
-            at = row * (end - start)
-            np.copyto(slot[at : at + end - start], self._own[row * self.columns + start : row * self.columns + end])
+        width = end - start
+        parts = [(row * width, self._own[row * self.columns + start : row * self.columns + end]) for row in rows]
+        self._slots.show(number % 2, self.rows * width * self.element.itemsize, *parts)
 
     def stage_ahead(self, place: int, before: int, rows: Sequence[int], turn: Turn) -> Steps[None]:
         """Show these rows of a round, and of the next, so that readers seldom wait; nothing where memory is reached.
@@ -99,7 +96,7 @@ class Shown:
         if whole is not None:
             return whole[row * self.columns + start : row * self.columns + end]
         at = row * (end - start)
-        return self._slots[number % 2][member][at : at + end - start]
+        return self._slots.shown(number % 2, member)[at : at + end - start]
 
     def look_up(self, members: Sequence[int], fact: int = 0) -> None:
         """Find out which of these members, that have told a round, show memory that can be read where it is."""

@@ -37,12 +37,13 @@ class Pair:
             taken: so many elements the other shows.
             words: in which a member tells up to which round it has shown its part, and read the other's.
             before: the round in these words before the first.
-            nbytes: what is shown in a round; it fits into a slot.
+            nbytes: what is shown in a round at the most; it fits into a place of a slot.
         """
         self._team = team
         self._all = shown
         self._taken = taken
-        self._slots = team.slots(element)[0]
+        self._slots = team.slots(element)
+        self._itemsize = element.itemsize
         self._shown, self._read = words
         self._before = before
         self.side = (before + 1) % 2
@@ -52,7 +53,7 @@ class Pair:
     def stage(self, place: int) -> None:
         """Show a round's part; its slot is free."""
         start, end = self._span(place, self._all.size)
-        np.copyto(self._slot(place, self._team.rank)[: end - start], self._all[start:end])
+        self._slots.show(self._slot(place), (end - start) * self._itemsize, (0, self._all[start:end]))
 
     def begin(self) -> Steps[None]:
         """Show the first round, after another passage."""
@@ -77,13 +78,13 @@ class Pair:
                 yield team.all_at(self._shown, number)
             start, end = self._span(place, self._taken)
             if end > start:
-                take(start, end, self._slot(place, 1 - team.rank)[: end - start])
+                take(start, end, self._slots.shown(self._slot(place), 1 - team.rank)[: end - start])
             team.tell(self._read, number)
             if turn.is_over:
                 yield turn
 
-    def _slot(self, place: int, member: int) -> Array:
-        return self._slots[(self.side + place) % 2][member]
+    def _slot(self, place: int) -> int:
+        return (self.side + place) % 2
 
     def _span(self, place: int, count: int) -> tuple[int, int]:
         start = min(place * self._width, count)

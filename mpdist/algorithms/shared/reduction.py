@@ -79,7 +79,7 @@ class Reducing:
         self.x_place = team.place_of(x)
         self.out_place = PRIVATE if out is None else team.place_of(out)
         self.name = "reduce" if len(receivers) == 1 else "all_reduce"
-        self.slots, self.results = team.slots(x.element)
+        self.slots = team.slots(x.element)
         self.is_all_private = False
         self._inputs: list[Memory | None] = []
         self._outputs: list[Memory | None] = []
@@ -96,11 +96,10 @@ class Reducing:
     def stage(self, place: int, number: int) -> None:
         """Show the slices of the others."""
         start, end = self.span(place)
-        slot = self.slots[number % 2][self.team.rank]
         at = cuts(end - start, self.parts, self.team.size)
-        for low, high in ((0, at[self.team.rank]), (at[self.team.rank + 1], end - start)):
-            if high > low:
-                np.copyto(slot[low:high], self.x[start + low : start + high])
+        spans = (0, at[self.team.rank]), (at[self.team.rank + 1], end - start)
+        parts = [(low, self.x[start + low : start + high]) for low, high in spans if high > low]
+        self.slots.show(number % 2, (end - start) * self.element.itemsize, *parts)
 
     def look_up(self) -> None:
         """What the members have told about their arrays."""
@@ -142,9 +141,9 @@ class Reducing:
         return at[self.team.rank], at[self.team.rank + 1]
 
     def _sources(self, place: int, number: int, low: int, high: int) -> list[Memory]:
-        start, slots = place * self.width, self.slots[number % 2]
+        start = place * self.width
         return [
-            slots[member][low:high] if whole is None else whole[start + low : start + high]
+            self.slots.shown(number % 2, member)[low:high] if whole is None else whole[start + low : start + high]
             for member, whole in enumerate(self._inputs)
         ]
 
@@ -155,7 +154,7 @@ class Reducing:
         if self.out is not None and self.out_place == PRIVATE:
             places.append(self.out[start + low : start + high])
         if self._needs_slot(outs):
-            places.append(self.results[number % 2][self.team.rank][: high - low])
+            places.append(self.slots.results[number % 2][self.team.rank][: high - low])
         return places
 
     def _needs_slot(self, outs: list[Memory | None]) -> bool:
@@ -170,7 +169,7 @@ class Reducing:
         assert self.out is not None
         start, end = self.span(place)
         at = cuts(end - start, self.parts, self.team.size)
-        results = self.results[number % 2]
+        results = self.slots.results[number % 2]
         for member in self.team.after_own():
             low, high = at[member], at[member + 1]
             if low == high:

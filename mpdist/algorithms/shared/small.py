@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 # Up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
 SMALL_BYTES = 512 * 1024
 
-# From this size on a call takes the next part of its slot: a line of the cache that the others still have costs three
-# times as much to write as one that they have lost meanwhile. bench/caches.py.
-SPREAD_BYTES = 4096
-ALIGNED = 64
+# Less than this begins where its slot does.
+SPREAD_BYTES = 16 * 1024
 
 
 class SmallAllReduce:
     """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
 
-    __slots__ = ("_call", "_call_at", "_folder", "_number", "_out", "_part", "_slots", "_team", "_why", "_x")
+    __slots__ = ("_call", "_call_at", "_folder", "_nbytes", "_number", "_out", "_slots", "_team", "_why", "_x")
 
     def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
         self._team: Team | None = team
@@ -40,12 +38,8 @@ class SmallAllReduce:
         self._x = x.array()
         self._out = self._x if out is x else out.array()
         team.rounds = self._number = number = team.rounds + 1
-        self._slots = slots = team.slots(x.element)[0][number & 1]
-        start, count = 0, x.count
-        if x.nbytes >= SPREAD_BYTES:
-            width = -(-count // ALIGNED) * ALIGNED
-            start = (number >> 1) % (slots[0].size // width) * width
-        self._part = slice(start, start + count)
+        self._slots = team.slots(x.element)
+        self._nbytes = x.nbytes
         self._call = call_word("all_reduce", x.nbytes, number)
         self._call_at = SMALL_AT + (number & 1)
         team.small.append(self)
@@ -58,7 +52,11 @@ class SmallAllReduce:
         return isinstance(team, Team) and x.nbytes * team.size <= SMALL_BYTES and how.op.factor is None
 
     def _stage(self, team: Team) -> None:
-        np.copyto(self._slots[team.rank][self._part], self._x)
+        side, x = self._number & 1, self._x
+        if self._nbytes < SPREAD_BYTES:
+            np.copyto(self._slots.inputs[side][team.rank][: x.size], x)
+        else:
+            self._slots.show(side, self._nbytes, (0, x))
         team.note(self._call_at, self._call)
         team.tell(STAGED, self._number)
 
@@ -80,9 +78,13 @@ class SmallAllReduce:
             return False
         if not team.agree(self._call_at, self._call):
             self._fail(team)
-        part = self._part
         # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
-        self._folder.fold([slot[part] for slot in self._slots], (self._out,))
+        side, count = number & 1, self._x.size
+        if self._nbytes < SPREAD_BYTES:
+            sources = [slot[:count] for slot in self._slots.inputs[side]]
+        else:
+            sources = [self._slots.shown(side, member)[:count] for member in range(team.size)]
+        self._folder.fold(sources, (self._out,))
         self._end(team)
         return True
 

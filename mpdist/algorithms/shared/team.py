@@ -12,7 +12,8 @@ up to which round it has
 
 A slot is used every second round, so it may be written in round r when all have
 consumed round r - 2; how a round that itself has several keeps to that: `either`.
-A member that is ahead by a round disturbs nobody.
+A member that is ahead by a round disturbs nobody. In which part of its slot a
+round lies each member tells: `spread`.
 
 Members that call something else than the others are found by what each tells of
 its call. Where rounds still match all fail together and go on; where they don't,
@@ -30,6 +31,8 @@ import numpy as np
 from mpdist.algorithms.meeting import meet
 from mpdist.algorithms.shared.calls import are_in_step, call_word, misfit
 from mpdist.algorithms.shared.pace import Pace
+from mpdist.algorithms.shared.slots import Slots
+from mpdist.algorithms.shared.spread import Spread
 from mpdist.errors import CommRevoked, MpdistError
 from mpdist.memory.arena import Block
 from mpdist.transport.reach import Remote
@@ -56,17 +59,22 @@ _FACTS_AT = 8
 FAILED = _FACTS_AT + 2 * _FACTS
 # Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
 SHOWN, READ = FAILED + 1, FAILED + 2
-_WORDS = READ + 1
-HEAD_BYTES = 192
+# Of each slot: in which byte of it the round begins.
+_START_AT = READ + 1
+_WORDS = _START_AT + 2
+HEAD_BYTES = 256
 
 # What a member shows of private memory in one round: two of them, and two halves for what it has reduced, stay in a
 # core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
 ROUND_BYTES = 512 * 1024
 RESULT_BYTES = ROUND_BYTES // 2
-# A slot, and what a pair that has two ways shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with
-# 256 KiB two thirds. bench/ways.py.
-SLOT_BYTES = 2 * ROUND_BYTES
-BLOCK_BYTES = HEAD_BYTES + 2 * SLOT_BYTES + 2 * RESULT_BYTES
+# What a pair that has two ways shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with 256 KiB two thirds.
+# bench/ways.py.
+PLACE_BYTES = 2 * ROUND_BYTES
+# So many of them are a slot: both slots are more than a core's caches keep. Fewer where many members would take much
+# memory, and one where it is scarce.
+PLACES = 4
+_PLACES_OF_ALL = 32
 
 # What a member has in one round where nothing goes through slots.
 DIRECT_BYTES = 2 * 1024 * 1024
@@ -76,6 +84,11 @@ KNOWN_PLACES = 256
 
 PRIVATE = -1
 """In place of an offset: memory that the others cannot reach."""
+
+
+def block_bytes(places: int) -> int:
+    """What a member needs for its words, slots and results."""
+    return HEAD_BYTES + 2 * places * PLACE_BYTES + 2 * RESULT_BYTES
 
 
 class Place(NamedTuple):
@@ -139,12 +152,14 @@ class Team:
         shown: rounds that its members have shown within collectives so far.
     """
 
-    def __init__(self, channel: Channel, block: Block, members: Sequence[Place]) -> None:
+    def __init__(self, channel: Channel, block: Block, members: Sequence[Place], places: int = PLACES) -> None:
         shared = channel.engine.shared
         assert shared is not None
         self.channel = channel
         self.shared: Neighbours = shared
         self.members = members
+        self._slot_bytes = places * PLACE_BYTES
+        self._spread = Spread(self._slot_bytes, PLACE_BYTES)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
         self.rounds = 0
@@ -157,7 +172,7 @@ class Team:
         self._others = [line for line in self._lines if line is not self._mine]
         self._peers = [member.world_rank for member in members if member is not members[self.rank]]
         self._memories: dict[tuple[int, int, int, int], Memory] = {}
-        self._slots: dict[int, tuple[list[list[Array]], list[list[Array]]]] = {}
+        self._slots: dict[int, Slots] = {}
         self._fence = shared.fence
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
@@ -363,18 +378,16 @@ class Team:
         assert self.shared.reach is not None
         return Remote(self.shared.reach, world_rank, PRIVATE - place, count, dtype)
 
-    def slots(self, element: Element) -> tuple[list[list[Array]], list[list[Array]]]:
-        """Slots for inputs and for reduced parts, as arrays: [round % 2][member]."""
+    def slots(self, element: Element) -> Slots:
+        """Where private memory is shown, as arrays of this type."""
         known = self._slots.get(element.code)
         if known is None:
-            dtype = element.storage
-            known = self._slots[element.code] = (
-                [self._views(HEAD_BYTES + side * SLOT_BYTES, SLOT_BYTES, dtype) for side in range(2)],
-                [
-                    self._views(HEAD_BYTES + 2 * SLOT_BYTES + side * RESULT_BYTES, RESULT_BYTES, dtype)
-                    for side in range(2)
-                ],
-            )
+            dtype, width = element.storage, self._slot_bytes
+            inputs = [self._views(HEAD_BYTES + side * width, width, dtype) for side in range(2)]
+            after = HEAD_BYTES + 2 * width
+            results = [self._views(after + side * RESULT_BYTES, RESULT_BYTES, dtype) for side in range(2)]
+            known = Slots(inputs, results, self._lines, _START_AT, self.rank, self._spread)
+            self._slots[element.code] = known
         return known
 
     def _views(self, start: int, nbytes: int, dtype: np.dtype[np.generic]) -> list[Array]:
@@ -395,11 +408,16 @@ def assemble(channel: Channel, ranks: Sequence[int]) -> Steps[Team | None]:
     """
     engine = channel.engine
     shared = engine.shared
-    block = None if shared is None else shared.allocate(BLOCK_BYTES, f"collectives on {channel.where()}")
+    places, block = max(1, min(PLACES, _PLACES_OF_ALL // len(ranks))), None
+    if shared is not None:
+        block = shared.arena.allocate(block_bytes(places)) if places > 1 else None
+        if block is None:
+            places, block = 1, shared.allocate(block_bytes(1), f"collectives on {channel.where()}")
     if block is not None:
         block.bytes()[:HEAD_BYTES] = 0
-    mine = PRIVATE if block is None else block.offset
-    offsets = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
-    if block is None or min(offsets) == PRIVATE:
+    mine = PRIVATE if block is None else block.offset * (PLACES + 1) + places
+    told = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
+    if block is None or min(told) == PRIVATE:
         return None
-    return Team(channel, block, [Place(channel.world_ranks[rank], offsets[rank]) for rank in ranks])
+    members = [Place(channel.world_ranks[rank], told[rank] // (PLACES + 1)) for rank in ranks]
+    return Team(channel, block, members, min(told[rank] % (PLACES + 1) for rank in ranks))

@@ -1,0 +1,83 @@
+"""Spread: where a member's rounds begin, told by how long it takes to write them; the clock is made up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpdist.algorithms.shared import spread
+from mpdist.algorithms.shared.spread import CYCLE, LINE_BYTES, SAMPLES, Spread
+
+MIB = 2**20
+SLOT, FEW = 4 * MIB, MIB
+
+
+class Machine:
+    """Writes into slots and has a clock: a place that one of the last `kept` bytes lies in takes longer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kept: int, factor: float) -> None:
+        self.now, self.kept, self.factor = 1.0, kept, factor
+        self.written: list[tuple[int, int]] = []
+        self.number = 0
+        monkeypatch.setattr(spread, "perf_counter", lambda: self.now)
+
+    def write(self, place: Spread, nbytes: int) -> int:
+        """One round, in the next slot; returns where."""
+        side = self.number % 2
+        self.number += 1
+        start = place.begin(side, nbytes)
+        recent = self.written[-(self.kept // nbytes) :]
+        self.now += nbytes * 1e-10 * (self.factor if (side, start) in recent else 1)
+        self.written.append((side, start))
+        place.end(nbytes)
+        return start
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, FEW)), max_size=3 * CYCLE))
+def test_a_round_lies_in_its_slot_on_lines_of_its_own(rounds: list[tuple[int, int]]) -> None:
+    for slot in (SLOT, FEW):
+        place = Spread(slot, FEW)
+        for side, nbytes in rounds:
+            start = place.begin(side, nbytes)
+            place.end(nbytes)
+            assert start % LINE_BYTES == 0
+            assert 0 <= start <= slot - nbytes
+
+
+@pytest.mark.parametrize("nbytes", [16384, 65536, 524288, MIB])
+def test_all_of_a_slot_is_used_where_what_others_have_is_slow_to_write(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    for _ in range(2 * SAMPLES):
+        machine.write(place, nbytes)
+    usual = {machine.write(place, nbytes) for _ in range(CYCLE - 2 * SAMPLES)}
+    assert max(usual) >= FEW
+    assert len(usual) == min(SLOT // nbytes, (CYCLE - 2 * SAMPLES) // 2)
+    machine.factor = 1.2  # moved to cores that share a cache
+    for _ in range(2 * SAMPLES):
+        machine.write(place, nbytes)
+    assert max(machine.write(place, nbytes) for _ in range(CYCLE - 2 * SAMPLES)) < FEW
+
+
+def test_where_others_keep_it_a_place_is_not_taken_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    starts = [machine.write(place, 65536) for _ in range(CYCLE)][2 * SAMPLES :]
+    assert all(len(set(starts[first : first + 60 : 2])) == 30 for first in range(len(starts) - 60))
+
+
+def test_a_slot_without_room_for_more_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(FEW, FEW)
+    assert max(machine.write(place, 262144) for _ in range(3 * CYCLE)) == 3 * 262144
+
+
+def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    for number in range(2 * SAMPLES):
+        if number % 3 == 0 and number != 2 * SAMPLES - 1:
+            place.begin(number % 2, 65536)
+            machine.now += 1000
+        else:
+            machine.write(place, 65536)
+    assert max(machine.write(place, 65536) for _ in range(200)) >= FEW
