@@ -20,6 +20,7 @@ from mpdist.memory.elements import BY_NAME, Array, Element
 from mpdist.memory.half import narrow_into, widen
 from mpdist.memory.half_folding import Block, HalfFolding
 from mpdist.memory.ops import Factor, ReduceOp, divide, fold, ufunc_of
+from mpdist.memory.quiet import QUIET
 from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
 
 # Two sources need no scratch: they and the result are to stay in a core's cache.
@@ -34,7 +35,7 @@ class Folder:
         factors: what premul_sum multiplies each source by; None: by nothing.
     """
 
-    __slots__ = ("_divides", "_half", "_limit", "_ufunc", "element", "factors", "op", "terms")
+    __slots__ = ("_divides", "_half", "_is_plain", "_limit", "_ufunc", "element", "factors", "op", "terms")
 
     def __init__(
         self, op: ReduceOp, element: Element, terms: int | None, factors: Sequence[Factor] | None = None
@@ -49,6 +50,7 @@ class Folder:
         self._half: HalfFolding | None = None
         if element.is_half and self._ufunc is not None:
             self._half = HalfFolding(self._ufunc, element, terms if self._divides else None, self.factors)
+        self._is_plain = self._half is None and self.factors is None and not self._divides
 
     def _factor(self, factor: Factor) -> Any:
         with np.errstate(all="ignore"):
@@ -75,14 +77,14 @@ class Folder:
         if self._ufunc is None:
             self._by_user(sources, outs)
             return
+        if self._is_plain and len(sources) == 2 and len(outs) == 1:
+            QUIET.call(self._ufunc, sources[0], sources[1], outs[0])
+            return
         with np.errstate(all="ignore"):
             block: Block
             if self._half is not None:
                 block, limit = self._half.block(sources, outs)
             elif len(sources) == 2 and self.factors is None:
-                if len(outs) == 1 and not self._divides:
-                    self._ufunc(sources[0], sources[1], out=outs[0])
-                    return
                 block, limit = self._pair_block, PAIR_BYTES // self.element.itemsize
             else:
                 block, limit = self._plain_block, self._limit
