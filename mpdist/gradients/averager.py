@@ -105,6 +105,7 @@ class GradientAverager:
         self.order: list[int] | None = None
         self._buckets: list[Bucket] | None = None
         self._places: list[Place] = []
+        self._homes: list[Bucket] = []  # of each array
         self._started = 0
         self._ending: Conversation[list[Any]] | None = None
 
@@ -159,10 +160,14 @@ class GradientAverager:
         place = self._places[index]
         place.enter(self._buffers[index])
         with self._lock:
-            place.bucket.missing -= 1
-            while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-                self._buckets[self._started].start(self._comm)
-                self._started += 1
+            self._homes[index].missing -= 1
+            self._start_full()
+
+    def _start_full(self) -> None:
+        assert self._buckets is not None
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            self._buckets[self._started].start(self._comm)
+            self._started += 1
 
     # ------------------------------------------------------------------ the end of a step
 
@@ -182,10 +187,16 @@ class GradientAverager:
     def _finish(self) -> Talk[list[Any]]:
         if self._buckets is None:
             yield from self._agree()
-        for index, place in enumerate(self._places):
-            if not place.is_entered:
-                self._is_ready[index] = True
-                self._enter(index)
+        try:
+            for index, place in enumerate(self._places):
+                if not place.is_entered:
+                    self._is_ready[index] = True
+                    self._enter(index)
+            with self._lock:
+                self._start_full()  # what was refused before
+        except BaseException:
+            self._ending = None  # and may be again
+            raise
         assert self._buckets is not None
         for bucket in self._buckets:
             assert bucket.work is not None
@@ -205,15 +216,16 @@ class GradientAverager:
             self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
         sizes = [self._wire_bytes(buffer) for buffer in self._buffers]
         kinds = [_kind(buffer) for buffer in self._buffers]
-        places: dict[int, Place] = {}
+        places: dict[int, tuple[Place, Bucket]] = {}
         buckets = []
         for group in assign_buckets(sizes, kinds, self.order, self._bucket_bytes):
             kind = kinds[group[0]]
             make = Bucket if kind.device.is_host else partial(DeviceBucket, kind.device)
             buckets.append(make(self._comm, self._packings[kind], [self._buffers[index] for index in group]))
-            places.update(zip(group, buckets[-1].places, strict=True))
+            places |= {index: (place, buckets[-1]) for index, place in zip(group, buckets[-1].places, strict=True)}
         self._buckets = buckets
-        self._places = [places[index] for index in range(len(self._arrays))]
+        self._places = [places[index][0] for index in range(len(self._arrays))]
+        self._homes = [places[index][1] for index in range(len(self._arrays))]
 
     def _wire_bytes(self, buffer: Buffer) -> int:
         return buffer.count * self._packings[_kind(buffer)].wire.itemsize

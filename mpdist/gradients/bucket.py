@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """Where in a bucket an array is.
+    """Where in a bucket an array is; it does not know the bucket, whose memory goes with the last that does.
 
     Attributes:
         is_entered: whether it is there in this step.
     """
 
-    __slots__ = ("_room", "bucket", "is_entered")
+    __slots__ = ("_packing", "_room", "is_entered")
 
-    def __init__(self, bucket: Bucket, room: Array) -> None:
-        self.bucket = bucket
+    def __init__(self, packing: Packing, room: Array) -> None:
+        self._packing = packing
         self._room = room
         self.is_entered = False
 
     def enter(self, buffer: Buffer) -> None:
         """Copy the array in."""
         self.is_entered = True
-        self.bucket.packing.enter(buffer.array(), self._room)
+        self._packing.enter(buffer.array(), self._room)
 
     def leave(self, buffer: Buffer) -> None:
         """Copy the result into the array."""
@@ -41,7 +41,7 @@ class Place:
 
     def read(self, out: Array) -> None:
         """Copy the result into host memory."""
-        self.bucket.packing.leave(self._room, out)
+        self._packing.leave(self._room, out)
 
 
 class Bucket:
@@ -70,7 +70,7 @@ class Bucket:
         return comm.empty(count, dtype)
 
     def _place(self, room: Array) -> Place:
-        return Place(self, room)
+        return Place(self.packing, room)
 
     def start(self, comm: Communicator) -> None:
         """Post the reduction."""

@@ -21,8 +21,10 @@ from mpdist.progress.marks import copied, settled
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
     from mpdist.gradients.packing import Packing
+    from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.elements import Array
     from mpdist.memory.mark import Mark
+    from mpdist.memory.pinned import Loan
     from mpdist.progress.collective import Steps
     from mpdist.transport.mpi import Transport
 
@@ -30,15 +32,18 @@ if TYPE_CHECKING:
 class DevicePlace(Place):
     """Where in a bucket an array of a device is."""
 
-    __slots__ = ("buffer",)
+    __slots__ = ("_accelerator", "_loan", "buffer")
 
-    bucket: DeviceBucket
     buffer: Buffer
 
+    def __init__(self, packing: Packing, room: Array, accelerator: Accelerator, loan: Loan) -> None:
+        super().__init__(packing, room)
+        self._accelerator = accelerator
+        self._loan = loan
+
     def enter(self, buffer: Buffer) -> None:
-        accelerator = self.bucket.accelerator
-        accelerator.follow(buffer)
-        self.bucket.loan.marks.append(accelerator.copy_out(buffer, 0, self._octets))
+        self._accelerator.follow(buffer)
+        self._loan.marks.append(self._accelerator.copy_out(buffer, 0, self._octets))
         self.buffer = buffer
         self.is_entered = True
 
@@ -47,7 +52,7 @@ class DevicePlace(Place):
 
     def copy_in(self) -> Mark:
         """Queue the copy of the result into the array."""
-        return self.bucket.accelerator.copy_in(self._octets, self.buffer, 0)
+        return self._accelerator.copy_in(self._octets, self.buffer, 0)
 
     @property
     def _octets(self) -> Any:
@@ -73,7 +78,7 @@ class DeviceBucket(Bucket):
         return self.loan.bytes.view(dtype)
 
     def _place(self, room: Array) -> Place:
-        self._own.append(DevicePlace(self, room))
+        self._own.append(DevicePlace(self.packing, room, self.accelerator, self.loan))
         return self._own[-1]
 
     def start(self, comm: Communicator) -> None:

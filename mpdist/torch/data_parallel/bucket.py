@@ -71,6 +71,7 @@ class Bucket:
         self.flat.zero_()  # the gaps
         self._gradients = self.flat if is_hooked else self.flat[: starts[-1]]
         self.tail = self.flat[starts[-1] :]
+        self._starts = starts
         for slot, start in zip(slots, starts, strict=False):
             slot.bucket = self
             slot.view = _view(self.flat, start, slot.parameter)
@@ -89,6 +90,7 @@ class Bucket:
 
     def begin(self, divisor: float, size: int, is_hooked: bool) -> None:
         """Be empty for a new step, whose sum is to be divided."""
+        self._return_views()
         self.missing = len(self.slots)
         self.work = self.future = None
         self.started_at = self.done_at = 0.0
@@ -103,6 +105,15 @@ class Bucket:
         else:
             self._scale = 1 / divisor
 
+    def _return_views(self) -> None:
+        """`p.grad.data = ...`, which modules do when they are converted, takes a view to other memory."""
+        base, itemsize = self.flat.data_ptr(), self.dtype.itemsize
+        for slot, start in zip(self.slots, self._starts, strict=False):
+            # Buckets of before, too, take part in a change of them, and their slots have other views.
+            if slot.bucket is self and cast(Tensor, slot.view).data_ptr() != base + start * itemsize:
+                with torch.enable_grad():
+                    slot.view = _view(self.flat, start, slot.parameter)
+
     def enter(self, slot: Slot) -> None:
         """The gradient is complete: a large one goes to its place now, a small one with the others."""
         self.missing -= 1
@@ -115,7 +126,10 @@ class Bucket:
             if self._scale != 1.0:
                 view.mul_(self._scale)
             return
-        if gradient is None or gradient.layout is not torch.strided:
+        if gradient is None:
+            self._enter_undefined(slot)
+            return
+        if gradient.layout is not torch.strided:
             raise _explained(slot)
         if self._scale != 1.0:
             torch.mul(gradient, self._scale, out=view)
@@ -128,6 +142,13 @@ class Bucket:
         self.missing -= 1
         cast(Tensor, slot.view).zero_()
 
+    def _enter_undefined(self, slot: Slot) -> None:
+        """A function's backward gave None for the parameter, which is zero; raises where somebody took it away."""
+        if slot.has_other_hooks():
+            raise _explained(slot)
+        cast(Tensor, slot.view).zero_()
+        slot.parameter.grad = slot.view
+
     def _enter_late(self) -> None:
         """Copy the small gradients; those that lie there already are copied onto themselves."""
         late = self.late
@@ -139,9 +160,15 @@ class Bucket:
             torch._foreach_copy_(views, cast("list[Tensor]", gradients))
         except (RuntimeError, TypeError) as error:
             for slot, gradient in zip(late, gradients, strict=True):
-                if gradient is None or gradient.layout is not torch.strided:
+                if gradient is not None and gradient.layout is not torch.strided:
                     raise _explained(slot) from error
-            raise
+            undefined = [slot for slot, gradient in zip(late, gradients, strict=True) if gradient is None]
+            if not undefined:
+                raise
+            for slot in undefined:
+                self._enter_undefined(slot)
+            self._enter_late()
+            return
         if self._scale != 1.0:
             if len(late) == len(self.slots):
                 self._gradients.mul_(self._scale)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist.errors import UsageError
+from mpdist.errors import ClosedError, UsageError
 from mpdist.gradients.buckets import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
@@ -27,6 +27,7 @@ from mpdist.torch.data_parallel.own_gradients import PassingBucket
 from mpdist.torch.data_parallel.reducer import Reducer
 from mpdist.torch.data_parallel.sparse import sparse_parameters
 from mpdist.torch.data_parallel.unused import Unused
+from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -143,6 +144,12 @@ class DistributedDataParallel(TorchDataParallel):
         unused = Unused(find_unused_parameters, static_graph, f"'{self.comm.name}' (rank {self.comm.rank})")
         bucket_type = Bucket if gradient_as_bucket_view else PassingBucket
         reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes, bucket_type)
+        known = {id(parameter) for _, parameter in named}
+        reducer.strangers = lambda: [
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known and name not in ignored
+        ]
         self.reducer = reducer
         weakref.finalize(self, _let_go, reducer, self.comm).atexit = False
 
@@ -172,6 +179,11 @@ class DistributedDataParallel(TorchDataParallel):
         if is_in_backward():
             return
         if averages:
+            if self.comm._channel.is_closed:
+                raise ClosedError(
+                    f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}) is closed: gradients would "
+                    "not be averaged; use its .module, or wrap that again"
+                )
             self.reducer.look_at_parameters()
         self._call_roll(averages)
         if self.require_forward_param_sync and self.broadcast_buffers:
@@ -225,8 +237,10 @@ class DistributedDataParallel(TorchDataParallel):
         return self.reducer.clock.statistics(last)
 
     def close(self) -> None:
-        """Let the module and its communicator go; all ranks call it. Dropping the wrapper does the same, unasked."""
-        _let_go(self.reducer, self.comm)
+        """Let the module and its communicator go; collective. Dropping the wrapper lets the module go, unasked."""
+        self.reducer.let_go()
+        if not self.comm._channel.is_closed:
+            finish(self.comm.close())
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
@@ -341,6 +355,6 @@ def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 
 def _let_go(reducer: Reducer, comm: Communicator) -> None:
-    reducer.remove_hooks()
+    reducer.let_go()
     if not comm._channel.is_closed:
         comm._closed("its DistributedDataParallel is gone")

@@ -45,9 +45,10 @@ class PassingBucket(Bucket):
             self._keep(slot, gradient)
 
     def _keep(self, slot: Slot, gradient: Tensor | None) -> None:
-        slot.parameter.grad = gradient
-        self._own.append(cast(Tensor, gradient))
-        self._views.append(cast(Tensor, slot.view))
+        view = cast(Tensor, slot.view)
+        slot.parameter.grad = own = torch.empty_like(view) if gradient is None else gradient
+        self._own.append(own)
+        self._views.append(view)
 
     def leave(self) -> None:
         if self._own:

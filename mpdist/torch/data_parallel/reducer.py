@@ -18,11 +18,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.data_parallel import change, outputs, plan, sparse
+from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
 from mpdist.torch.data_parallel.notes import Notes
@@ -35,8 +36,6 @@ from mpdist.torch.data_parallel.waiting import hold
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from mpdist.comm import Communicator
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -87,10 +86,12 @@ class Reducer:
         self.hook: tuple[Hook, object] | None = None
         self.broken = ""
         self.before_start: Callable[[], None] | None = None
+        self.strangers: Callable[[], Sequence[str]] = tuple
         self._all = [
             Slot(index, name, parameter, parameter in sparse_parameters)
             for index, (name, parameter) in enumerate(parameters)
         ]
+        self._where = f"'{comm.name}' (rank {comm.rank})"
         self._notes: Notes | None = None
         self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
@@ -100,14 +101,23 @@ class Reducer:
         self._forwards = 0
         self._empty_output = ""
         self._has_warned = False
+        # Derivatives were made, whose backward comes by no output: so it is expected after another one, too.
+        self._has_derivatives = self._is_kept = False
+        self._hooks_seen = -1
         self.look_at_parameters()
 
     # ------------------------------------------------------------------ forward
 
     def look_at_parameters(self) -> None:
         """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
+        if self._hooks_seen != RemovableHandle.next_id:  # a number for each hook of torch
+            for slot in self._all:
+                slot.be_last_hook(_hook(self, slot))
+            self._hooks_seen = RemovableHandle.next_id
         flags = [slot.parameter.requires_grad for slot in self._all]
-        has_new_types = any(bucket.slots[0].parameter.dtype != bucket.dtype for bucket in self.buckets or ())
+        has_new_types = any(
+            slot.parameter.dtype != bucket.dtype for bucket in self.buckets or () for slot in bucket.slots
+        )
         if flags == [slot.handle is not None for slot in self._all] and not has_new_types:
             return
         if self.buckets is not None:
@@ -134,8 +144,13 @@ class Reducer:
     def expect(self, output: Any) -> None:
         """A forward is over, and backward will enter by its output."""
         self.prepare_for_backward()
+        if self._is_kept:
+            self._is_kept = self._has_derivatives = False
         self._forwards += 1
+        has_seen_all = self._hooks_seen == RemovableHandle.next_id
         entrance = outputs.watch(output, self._entered)
+        if has_seen_all:
+            self._hooks_seen = RemovableHandle.next_id
         if entrance is not outputs.Entrance.NONE or not self.unused.is_allowed or not self.slots or is_in_backward():
             return
         self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
@@ -144,9 +159,9 @@ class Reducer:
 
     def expect_nothing(self) -> None:
         """A forward in `no_sync()` is over: gradients of its backward only accumulate."""
-        if self._empty_output:
+        if self._empty_output or self._is_kept:
             self._empty_output = ""
-            self.is_expected = False
+            self.is_expected = self._is_kept = self._has_derivatives = False
 
     def prepare_for_backward(self, tensors: object = None) -> None:
         """Let the next backward be averaged; torch's pipelines call this after a forward in `no_sync()`."""
@@ -161,18 +176,15 @@ class Reducer:
 
         A task for some tensors only, as of autograd.grad(), may reach no parameter: the first gradient begins there.
         """
-        if not self.is_active and self.slots and is_whole_backward():
+        if not is_whole_backward():
+            self._has_derivatives = self._has_derivatives or torch.is_grad_enabled()
+        elif not self.is_active and self.slots:
             self.begin()
 
     def _begin_with(self, slot: Slot) -> None:
         """A gradient comes from a backward that has come to no output of the module."""
         if self._empty_output:
-            raise UsageError(
-                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): forward returned "
-                f"{self._empty_output}, in which nothing requires grad, so this rank has taken part in the average "
-                f"with zeros; now {slot.name} gets a gradient. Return what backward begins with, in a list, a dict or "
-                "a dataclass"
-            )
+            raise mistakes.no_entrance(self._where, self._empty_output, slot.name)
         self.begin()
 
     def begin(self) -> None:
@@ -219,7 +231,7 @@ class Reducer:
         both = [own[id(slot.parameter)].name for slot in other.slots if id(slot.parameter) in own]
         if both and Bucket in (self.bucket_type, other.bucket_type):
             raise UsageError(
-                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): {both[0]} is a parameter of "
+                f"DistributedDataParallel on {self._where}: {both[0]} is a parameter of "
                 f"another one, too, on '{other.comm.name}', whose backward runs at the same time; wrap what both have "
                 "once, or give gradient_as_bucket_view=False to both"
             )
@@ -241,11 +253,11 @@ class Reducer:
         if self.buckets is None:
             self._seen.append(slot.index)
             if slot.fired > 1 and not self.unused.is_static:
-                raise _fired_twice(slot)
+                raise mistakes.fired_twice(slot)
             return
         if slot.fired != slot.due:
             if slot.fired > slot.due:
-                raise _fired_twice(slot)
+                raise mistakes.fired_twice(slot)
             return
         bucket = slot.bucket
         if bucket is None:  # sparse
@@ -313,7 +325,7 @@ class Reducer:
     def _broke_off(self) -> None:
         """An exception ended the backward."""
         self._rest()
-        self.is_expected = False
+        self.is_expected = self._has_derivatives = False
         if self._started:
             self.broken = (
                 f"its backward number {self.step} was ended by an exception after {self._started} buckets had started, "
@@ -328,6 +340,9 @@ class Reducer:
             # Did only this rank reach no parameter, then the number of forwards tells in the next backward.
             self._rest()
             self.step -= 1
+            strangers = self.strangers()
+            if strangers:
+                raise mistakes.has_other_parameters(self._where, strangers[0])
             return
         with torch.no_grad():
             self._close()
@@ -378,7 +393,7 @@ class Reducer:
                 self._wait()
         finally:
             self._rest()
-            self.is_expected = False
+            self.is_expected = self._is_kept = self._has_derivatives
 
     def _agree(self) -> None:
         """The first backward is over: make the buckets."""
@@ -426,13 +441,7 @@ class Reducer:
         mine, self._forwards = self._forwards, 0
         if total != mine * self.contributors and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}): this rank made {mine} "
-                f"forwards for this backward, all {self.contributors} ranks together {total}. A rank that skips a "
-                "backward averages its next one with this one of the others, and is missing at the end; use join() "
-                "for uneven inputs",
-                stacklevel=2,
-            )
+            warnings.warn(mistakes.uneven_forwards(self._where, mine, self.contributors, total), stacklevel=2)
 
     def _wait_for_hook(self, bucket: Bucket) -> None:
         future = bucket.future
@@ -440,6 +449,11 @@ class Reducer:
         self.comm._channel.engine.drive_while(lambda: not future.done())
         bucket.take(future.wait())  # done; on a device this thread's stream comes after it
         bucket.done_at = perf_counter()
+
+    def let_go(self) -> None:
+        """No backward is averaged any more; the memory of the buckets goes with the gradients."""
+        self.remove_hooks()
+        self.forget_buckets()
 
     def remove_hooks(self) -> None:
         """Let the parameters go."""
@@ -466,16 +480,3 @@ def _hook(reducer: Reducer, slot: Slot) -> Callable[[torch.Tensor], None]:
 
 def _note_time(bucket: Bucket, work: object) -> None:
     bucket.done_at = perf_counter()
-
-
-def _fired_twice(slot: Slot) -> UsageError:
-    if slot.due == 0:
-        return UsageError(
-            f"{slot.name} got a gradient, which it did not in the first backward, but static_graph=True says that all "
-            "are alike; leave static_graph out, and say find_unused_parameters=True"
-        )
-    return UsageError(
-        f"the gradient of {slot.name} became ready twice in one backward. Reentrant checkpointing does that to a "
-        "parameter that several checkpointed parts use: take checkpoint(..., use_reentrant=False), or say "
-        "static_graph=True if each backward does the same"
-    )

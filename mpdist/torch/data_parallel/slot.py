@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -39,6 +40,17 @@ class Slot:
         self.fired = 0
         self.due = 1
         self.is_large = False
+
+    def be_last_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Run after all hooks that have been registered on the parameter."""
+        hooks = self.parameter._post_accumulate_grad_hooks
+        if self.handle is not None and next(reversed(hooks)) != self.handle.id:
+            self.handle.remove()
+            self.handle = self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def has_other_hooks(self) -> bool:
+        """Whether hooks besides this one's run where the gradient is complete."""
+        return len(self.parameter._post_accumulate_grad_hooks) > 1
 
     def __repr__(self) -> str:
         return f"<Slot {self.index} {self.name}>"

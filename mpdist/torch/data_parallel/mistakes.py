@@ -1,0 +1,47 @@
+"""Mistakes: what a backward shows to be wrong, in words."""
+
+from __future__ import annotations
+
+from mpdist.errors import UsageError
+from mpdist.torch.data_parallel.slot import Slot
+
+
+def fired_twice(slot: Slot) -> UsageError:
+    """A gradient came once more than it should."""
+    if slot.due == 0:
+        return UsageError(
+            f"{slot.name} got a gradient, which it did not in the first backward, but static_graph=True says that all "
+            "are alike; leave static_graph out, and say find_unused_parameters=True"
+        )
+    return UsageError(
+        f"the gradient of {slot.name} became ready twice in one backward. Reentrant checkpointing does that to a "
+        "parameter that several checkpointed parts use: take checkpoint(..., use_reentrant=False), or say "
+        "static_graph=True if each backward does the same"
+    )
+
+
+def has_other_parameters(where: str, name: str) -> UsageError:
+    """None of the module's parameters is one that is averaged."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: backward reached no parameter that was there when the module was "
+        f"wrapped, and {name} is another tensor since then, as load_state_dict(assign=True) makes them; wrap the "
+        "module after that"
+    )
+
+
+def no_entrance(where: str, output: str, name: str) -> UsageError:
+    """A gradient came although nothing that forward returned could have one."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: forward returned {output}, in which nothing requires grad, so this rank "
+        f"has taken part in the average with zeros; now {name} gets a gradient. Return what backward begins with, in "
+        "a list, a dict or a dataclass"
+    )
+
+
+def uneven_forwards(where: str, mine: int, ranks: int, total: int) -> str:
+    """Ranks made different numbers of forwards for one backward."""
+    return (
+        f"DistributedDataParallel on {where}: this rank made {mine} forwards for this backward, all {ranks} ranks "
+        f"together {total}. A rank that skips a backward averages its next one with this one of the others, and is "
+        "missing at the end; use join() for uneven inputs"
+    )
