@@ -35,7 +35,18 @@ class Folder:
         factors: what premul_sum multiplies each source by; None: by nothing.
     """
 
-    __slots__ = ("_divides", "_half", "_is_plain", "_limit", "_ufunc", "element", "factors", "op", "terms")
+    __slots__ = (
+        "_divides",
+        "_half",
+        "_is_odd_alone",
+        "_is_plain",
+        "_limit",
+        "_ufunc",
+        "element",
+        "factors",
+        "op",
+        "terms",
+    )
 
     def __init__(
         self, op: ReduceOp, element: Element, terms: int | None, factors: Sequence[Factor] | None = None
@@ -50,7 +61,9 @@ class Folder:
         self._half: HalfFolding | None = None
         if element.is_half and self._ufunc is not None:
             self._half = HalfFolding(self._ufunc, element, terms if self._divides else None, self.factors)
-        self._is_plain = self._half is None and self.factors is None and not self._divides
+        self._is_odd_alone = element.kind == "complex" and self._ufunc is np.multiply
+        is_scaled = self.factors is not None or self._divides
+        self._is_plain = not (self._half is not None or is_scaled or self._is_odd_alone)
 
     def _factor(self, factor: Factor) -> Any:
         with np.errstate(all="ignore"):
@@ -80,6 +93,9 @@ class Folder:
         if self._is_plain and len(sources) == 2 and len(outs) == 1:
             QUIET.call(self._ufunc, sources[0], sources[1], outs[0])
             return
+        if self._is_odd_alone and len(outs[0]) == 1:
+            self._fold_one(sources, outs)
+            return
         with np.errstate(all="ignore"):
             block: Block
             if self._half is not None:
@@ -93,7 +109,15 @@ class Folder:
                 block(sources, outs)
                 return
             for part in blocks(count, limit):
-                block([x[part] for x in sources], [out[part] for out in outs])
+                fold_part = self._fold_one if self._is_odd_alone and part.start == count - 1 else block
+                fold_part([x[part] for x in sources], [out[part] for out in outs])
+
+    def _fold_one(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
+        """NumPy multiplies one complex number by other rules where the result is an operand: so here are two."""
+        result = np.empty(2, outs[0].dtype)
+        self.fold([np.repeat(x, 2) for x in sources], [result])
+        for out in outs:
+            out[0] = result[0]
 
     def _by_user(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
         if self.element.numpy is not None:

@@ -163,7 +163,10 @@ def fold(op: ReduceOp, acc: Array, x: Array, element: Element) -> None:
         return
     ufunc = _UFUNCS[op.name]
     if not element.is_half:
-        ufunc(acc, x, out=acc)
+        if acc.size == 1:  # NumPy multiplies one complex number by other rules where the result is an operand
+            acc[...] = ufunc(acc, x)
+        else:
+            ufunc(acc, x, out=acc)
         return
     for part in blocks(acc.size):
         wide = widen(acc[part], element)

@@ -26,6 +26,7 @@ from mpdist.memory import (
     widen,
 )
 from mpdist.memory.borrowed import torch_kernels
+from mpdist.memory.folding import PAIR_BYTES
 
 
 def fits(name: str, element: Element) -> bool:
@@ -307,3 +308,27 @@ def test_a_users_function_is_called_in_rank_order(name: str) -> None:
     )
     assert (widen(out, element) if element.is_half else out).tolist() == (a * 4 + b * 2 + c).tolist()
     assert sources[2].tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("terms", [2, 3])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_products_are_the_same_bits_alone_and_in_place(dtype: str, terms: int) -> None:
+    """NumPy multiplies one complex number by other rules where the result is an operand."""
+    element = BY_NAME[dtype]
+    folder = Folder(as_op("prod"), element, terms)
+    limit = PAIR_BYTES // element.itemsize
+    rng = np.random.default_rng(terms)
+    for count in [*range(1, 40), limit + 1]:
+        parts = [(rng.standard_normal(count) + 1j * rng.standard_normal(count)).astype(dtype) for _ in range(terms)]
+        padded = [np.append(part, part[:1]) for part in parts]
+        expected = np.empty(count + 1, dtype)
+        folder.fold(padded, [expected])
+        for place in range(terms + 1):
+            sources = [part.copy() for part in parts]
+            out = sources[place] if place < terms else np.empty(count, dtype)
+            folder.fold(sources, [out])
+            assert out.tobytes() == expected[:count].tobytes(), f"{count} elements, into source {place}"
+        acc = parts[0].copy()
+        for part in parts[1:]:
+            fold(as_op("prod"), acc, part, element)
+        assert acc.tobytes() == expected[:count].tobytes(), f"{count} elements, by steps"
