@@ -10,7 +10,16 @@ from mpdist.algorithms.shared import spread
 from mpdist.algorithms.shared.spread import CYCLE, LINE_BYTES, SAMPLES, Spread
 
 MIB = 2**20
-SLOT, FEW = 4 * MIB, MIB
+FEW_BYTES, MANY_BYTES = MIB, 4 * MIB
+FEW, MANY = (0, FEW_BYTES), (16 * MIB, 16 * MIB + MANY_BYTES)
+
+
+def made(has_room: bool = True) -> Spread:
+    return Spread(FEW, FEW_BYTES, lambda: MANY if has_room else None, MANY_BYTES)
+
+
+def is_wide(start: int) -> bool:
+    return start >= MANY[0]
 
 
 class Machine:
@@ -34,50 +43,57 @@ class Machine:
         return start
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, FEW)), max_size=3 * CYCLE))
-def test_a_round_lies_in_its_slot_on_lines_of_its_own(rounds: list[tuple[int, int]]) -> None:
-    for slot in (SLOT, FEW):
-        place = Spread(slot, FEW)
-        for side, nbytes in rounds:
-            start = place.begin(side, nbytes)
-            place.end(nbytes)
-            assert start % LINE_BYTES == 0
-            assert 0 <= start <= slot - nbytes
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, FEW_BYTES)), max_size=3 * CYCLE), st.booleans())
+def test_a_round_lies_in_its_slot_on_lines_of_its_own(rounds: list[tuple[int, int]], has_room: bool) -> None:
+    place = made(has_room)
+    for side, nbytes in rounds:
+        start = place.begin(side, nbytes)
+        place.end(nbytes)
+        assert start % LINE_BYTES == 0
+        slot, size = (MANY[side], MANY_BYTES) if is_wide(start) else (FEW[side], FEW_BYTES)
+        assert slot <= start <= slot + size - nbytes
+        assert has_room or not is_wide(start)
 
 
 @pytest.mark.parametrize("nbytes", [16384, 65536, 524288, MIB])
 def test_all_of_a_slot_is_used_where_what_others_have_is_slow_to_write(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), made()
     for _ in range(2 * SAMPLES):
         machine.write(place, nbytes)
     usual = {machine.write(place, nbytes) for _ in range(CYCLE - 2 * SAMPLES)}
-    assert max(usual) >= FEW
-    assert len(usual) == min(SLOT // nbytes, (CYCLE - 2 * SAMPLES) // 2)
+    assert all(map(is_wide, usual))
+    assert len(usual) == min(2 * MANY_BYTES // nbytes, CYCLE - 2 * SAMPLES)
     machine.factor = 1.2  # moved to cores that share a cache
     for _ in range(2 * SAMPLES):
         machine.write(place, nbytes)
-    assert max(machine.write(place, nbytes) for _ in range(CYCLE - 2 * SAMPLES)) < FEW
+    assert not any(is_wide(machine.write(place, nbytes)) for _ in range(CYCLE - 2 * SAMPLES))
 
 
 def test_where_others_keep_it_a_place_is_not_taken_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), made()
     starts = [machine.write(place, 65536) for _ in range(CYCLE)][2 * SAMPLES :]
     assert all(len(set(starts[first : first + 60 : 2])) == 30 for first in range(len(starts) - 60))
 
 
-def test_a_slot_without_room_for_more_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(FEW, FEW)
-    assert max(machine.write(place, 262144) for _ in range(3 * CYCLE)) == 3 * 262144
+def test_larger_slots_are_asked_for_when_enough_rounds_have_come_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(FEW, FEW_BYTES, lambda: asked.append(1), MANY_BYTES)
+    for _ in range(SAMPLES):
+        machine.write(place, 262144)
+    assert not asked
+    starts = {machine.write(place, 262144) for _ in range(3 * CYCLE)}
+    assert asked == [1]
+    assert starts == {slot + number * 262144 for slot in FEW for number in range(4)}
 
 
 def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOT, FEW)
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), made()
     for number in range(2 * SAMPLES):
         if number % 3 == 0 and number != 2 * SAMPLES - 1:
             place.begin(number % 2, 65536)
             machine.now += 1000
         else:
             machine.write(place, 65536)
-    assert max(machine.write(place, 65536) for _ in range(200)) >= FEW
+    assert is_wide(machine.write(place, 65536))

@@ -30,7 +30,7 @@ from comm.residency import RESIDENCIES, Placed, place
 import mpdist
 from mpdist import Communicator
 from mpdist.algorithms.shared import spread
-from mpdist.algorithms.shared.team import PLACE_BYTES, PLACES, ROUND_BYTES, block_bytes
+from mpdist.algorithms.shared.team import LARGE_SLOT_BYTES, ROUND_BYTES, SLOT_BYTES
 from mpdist.memory.arena import Block
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(180)]
@@ -40,9 +40,9 @@ LARGE_BYTES = (
     ROUND_BYTES - 8,
     ROUND_BYTES,
     ROUND_BYTES + 24,
-    PLACE_BYTES + 40,
+    SLOT_BYTES + 40,
     3 * ROUND_BYTES + 1000,
-    2 * PLACE_BYTES + 24,
+    2 * SLOT_BYTES + 24,
 )
 COUNTS = (0, 1, 7, 999)
 
@@ -232,30 +232,30 @@ async def test_sizes_around_the_thresholds(comm: Communicator, chosen: Way, call
             await call(Case(made, "mixed", nbytes // 8, "float64", "sum", nbytes % comm.size))
 
 
-@pytest.mark.parametrize("gain", [0, 100], ids=["few", "all"])
+@pytest.mark.parametrize("gain", [0, 100], ids=["few", "many"])
 @pytest.mark.parametrize("is_scarce", [False, True], ids=["", "scarce on one"])
 @pytest.mark.parametrize("forcing", [CHOSEN, SHARED, SLOTS, CHANGING], ids=str)
 async def test_rounds_in_any_place_of_their_slots(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, forcing: Way, is_scarce: bool, gain: float
 ) -> None:
-    """A rank that has no memory for several places leaves none to the others, either."""
+    """Also where one rank has no memory for larger slots."""
     monkeypatch.setattr(spread, "GAIN", gain)
     monkeypatch.setattr(spread, "CYCLE", 40)
     arena = comm._channel.engine.shared.arena  # type: ignore[union-attr]  # ranks of one node share
     allocate = arena.allocate
 
     def scarce(nbytes: int) -> Block | None:
-        return None if nbytes > block_bytes(1) else allocate(nbytes)
+        return None if nbytes == 2 * LARGE_SLOT_BYTES else allocate(nbytes)
 
     if is_scarce and comm.rank == comm.size - 1:
         monkeypatch.setattr(arena, "allocate", scarce)
     async with forced(comm, forcing) as made:
         for turn in range(50):
-            nbytes = (16 * 1024, 100_000, 70_008, PLACE_BYTES + 8)[turn % 4]
+            nbytes = (16 * 1024, 100_000, 70_008, SLOT_BYTES + 8)[turn % 4]
             call = REDUCING[turn // 4 % len(REDUCING)] if turn % 3 else all_reduce
             await call(Case(made, "private", nbytes // 8, "float64", "sum", turn % comm.size))
         team: Any = made._channel.team
-        assert team._slot_bytes == PLACE_BYTES * (1 if is_scarce else PLACES)
+        assert len(team._blocks) == (1 if is_scarce and comm.rank == comm.size - 1 else 2)
 
 
 @pytest.mark.parametrize("call", REDUCING, ids=lambda call: call.__name__)

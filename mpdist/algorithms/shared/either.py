@@ -19,7 +19,7 @@ from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.direct import Meeting
 from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, factors_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, PLACE_BYTES, READ, REDUCED, SHOWN
+from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN, SLOT_BYTES
 from mpdist.memory import Folder
 from mpdist.memory.elements import Array
 
@@ -144,7 +144,7 @@ def _pairs(team: Team, element: Element, passages: Sequence[Passage]) -> list[Pa
     pairs: list[Pair] = []
     shown = team.shown
     for passage in passages:
-        pairs.append(Pair(team, *passage, element, (SHOWN, READ), shown, PLACE_BYTES))
+        pairs.append(Pair(team, *passage, element, (SHOWN, READ), shown, SLOT_BYTES))
         shown += pairs[-1].rounds
     # The slot of the last round is that of a collective of one round, so that the next need not wait for the end.
     side = (team.rounds + shown - team.shown) % 2

@@ -16,14 +16,15 @@ class Slots:
     """Those of all members.
 
     Attributes:
-        inputs: [round % 2][member].
+        inputs: [round % 2][member], where small rounds begin.
         results: for what has been reduced, likewise.
     """
 
-    __slots__ = ("_lines", "_mine", "_rank", "_spread", "_start_at", "inputs", "results")
+    __slots__ = ("_arenas", "_itemsize", "_lines", "_mine", "_own", "_spread", "_start_at", "inputs", "results")
 
     def __init__(
         self,
+        arenas: list[Array],
         inputs: list[list[Array]],
         results: list[list[Array]],
         lines: Sequence[memoryview],
@@ -31,26 +32,26 @@ class Slots:
         rank: int,
         spread: Spread,
     ) -> None:
-        """Take the members' words, and which of them say where in its slots a member's rounds begin."""
+        """Take all memory of the members, their words, and which of these say in which byte a member's rounds begin."""
+        self._arenas = arenas
+        self._own = arenas[rank]
+        self._itemsize = self._own.itemsize
         self.inputs = inputs
         self.results = results
         self._lines = lines
         self._mine = lines[rank]
         self._start_at = start_at
-        self._rank = rank
         self._spread = spread
 
     def show(self, side: int, nbytes: int, *parts: tuple[int, Array]) -> None:
         """Copy parts of a round of `nbytes`, each from an element of the round on; the next `tell` makes it known."""
-        slot = self.inputs[side][self._rank]
         start = self._spread.begin(side, nbytes)
-        first = start // slot.itemsize
+        first = start // self._itemsize
         for at, part in parts:
-            np.copyto(slot[first + at : first + at + part.size], part)
+            np.copyto(self._own[first + at : first + at + part.size], part)
         self._spread.end(nbytes)
         self._mine[self._start_at + side] = start
 
     def shown(self, side: int, member: int) -> Array:
         """What a member shows, from the first element of its round on; it has told of it."""
-        slot = self.inputs[side][member]
-        return slot[self._lines[member][self._start_at + side] // slot.itemsize :]
+        return self._arenas[member][self._lines[member][self._start_at + side] // self._itemsize :]

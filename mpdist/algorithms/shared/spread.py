@@ -3,10 +3,10 @@
 To write what another core has in its cache takes three to five times as long as
 to write what it has lost, where the two share no cache: each line must first be
 taken from it. Reading is quick either way. So successive rounds take successive
-places of their slot:
+places, by turns:
 
-    few    the places stay in a core's own cache: best where cores share a cache
-    all    the others have lost a place before it is written again: best where they don't
+    few     of a slot that stays in a core's own cache: best where cores share a cache
+    many    so many that the others have lost a place before it is written again: best where they don't
 
 A virtual machine may be moved from the one to the other at any time. Each member
 times its own writing now and then, and tells the others where a round begins, so
@@ -15,6 +15,7 @@ that members need not agree. bench/caches.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
@@ -29,16 +30,33 @@ GAIN = 0.6
 
 LINE_BYTES = 64
 
+Starts = tuple[int, int]
+"""Where the slots of even and of odd rounds begin."""
+
 
 class Spread:
     """Where one member's rounds begin."""
 
-    __slots__ = ("_began", "_few_bytes", "_is_wide", "_round", "_slot_bytes", "_times", "_turns")
+    __slots__ = (
+        "_ask",
+        "_began",
+        "_few",
+        "_few_bytes",
+        "_is_wide",
+        "_many",
+        "_many_bytes",
+        "_round",
+        "_times",
+        "_turns",
+    )
 
-    def __init__(self, slot_bytes: int, few_bytes: int) -> None:
-        """Use all of a slot, or the first `few_bytes` of it, which is the most that a round shows."""
-        self._slot_bytes = slot_bytes
+    def __init__(self, few: Starts, few_bytes: int, many: Callable[[], Starts | None], many_bytes: int) -> None:
+        """Take slots of `few_bytes`, the most that a round shows, and what gives larger ones, if there is memory."""
+        self._few = few
         self._few_bytes = few_bytes
+        self._ask: Callable[[], Starts | None] | None = many
+        self._many: Starts | None = None
+        self._many_bytes = many_bytes
         self._is_wide = False
         self._round = -1
         self._turns = [0, 0]
@@ -46,18 +64,23 @@ class Spread:
         self._times: tuple[list[float], list[float]] = [], []
 
     def begin(self, side: int, nbytes: int) -> int:
-        """In which byte of this slot the next round of `nbytes` begins; it is written from now until `end`."""
+        """Where the next round of `nbytes` begins, an even or an odd one; it is written from now until `end`."""
         width = nbytes + -nbytes % LINE_BYTES or LINE_BYTES
         self._round = count = (self._round + 1) % CYCLE
         self._turns[side] = turn = self._turns[side] + 1
         if count >= 2 * SAMPLES:
             self._began = 0.0
-            return turn % ((self._slot_bytes if self._is_wide else self._few_bytes) // width or 1) * width
-        start = 0
+            if self._is_wide and self._many is not None:
+                return self._many[side] + turn % (self._many_bytes // width) * width
+            return self._few[side] + turn % (self._few_bytes // width) * width
+        start = self._few[side]
         if count >= SAMPLES:
-            start = self._few_bytes + turn % ((self._slot_bytes - self._few_bytes) // width or 1) * width
+            if self._ask is not None:
+                self._many, self._ask = self._ask(), None
+            if self._many is not None:
+                start = self._many[side] + turn % (self._many_bytes // width) * width
         self._began = perf_counter()
-        return start if start + width <= self._slot_bytes else 0
+        return start
 
     def end(self, nbytes: int) -> None:
         """The round has been written."""

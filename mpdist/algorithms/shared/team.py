@@ -59,7 +59,7 @@ _FACTS_AT = 8
 FAILED = _FACTS_AT + 2 * _FACTS
 # Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
 SHOWN, READ = FAILED + 1, FAILED + 2
-# Of each slot: in which byte of it the round begins.
+# In which byte of a member's arena an even and an odd round begin.
 _START_AT = READ + 1
 _WORDS = _START_AT + 2
 HEAD_BYTES = 256
@@ -68,13 +68,12 @@ HEAD_BYTES = 256
 # core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
 ROUND_BYTES = 512 * 1024
 RESULT_BYTES = ROUND_BYTES // 2
-# What a pair that has two ways shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with 256 KiB two thirds.
-# bench/ways.py.
-PLACE_BYTES = 2 * ROUND_BYTES
-# So many of them are a slot: both slots are more than a core's caches keep. Fewer where many members would take much
-# memory, and one where it is scarce.
-PLACES = 4
-_PLACES_OF_ALL = 32
+# A slot, and what a pair that has two ways shows in a round: with 512 KiB 1 and 2 MiB took a fifth longer, with
+# 256 KiB two thirds. bench/ways.py.
+SLOT_BYTES = 2 * ROUND_BYTES
+BLOCK_BYTES = HEAD_BYTES + 2 * SLOT_BYTES + 2 * RESULT_BYTES
+# A slot whose places the others have lost before they come round again.
+LARGE_SLOT_BYTES = 4 * 1024 * 1024
 
 # What a member has in one round where nothing goes through slots.
 DIRECT_BYTES = 2 * 1024 * 1024
@@ -84,11 +83,6 @@ KNOWN_PLACES = 256
 
 PRIVATE = -1
 """In place of an offset: memory that the others cannot reach."""
-
-
-def block_bytes(places: int) -> int:
-    """What a member needs for its words, slots and results."""
-    return HEAD_BYTES + 2 * places * PLACE_BYTES + 2 * RESULT_BYTES
 
 
 class Place(NamedTuple):
@@ -152,21 +146,21 @@ class Team:
         shown: rounds that its members have shown within collectives so far.
     """
 
-    def __init__(self, channel: Channel, block: Block, members: Sequence[Place], places: int = PLACES) -> None:
+    def __init__(self, channel: Channel, block: Block, members: Sequence[Place]) -> None:
         shared = channel.engine.shared
         assert shared is not None
         self.channel = channel
         self.shared: Neighbours = shared
         self.members = members
-        self._slot_bytes = places * PLACE_BYTES
-        self._spread = Spread(self._slot_bytes, PLACE_BYTES)
+        slots = block.offset + HEAD_BYTES, block.offset + HEAD_BYTES + SLOT_BYTES
+        self._spread = Spread(slots, SLOT_BYTES, self._large_slots, LARGE_SLOT_BYTES)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
         self.rounds = 0
         self._barriers = 0
         self._collectives = 0
         self.last_but_one = 0
-        self._block = block
+        self._blocks = [block]
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self._mine = self._lines[self.rank]
         self._others = [line for line in self._lines if line is not self._mine]
@@ -184,7 +178,7 @@ class Team:
     def close(self, together: bool) -> None:
         """Give the slots back; not together: others may still read them, so they stay as long as this process."""
         if not together:
-            self.shared.kept.append(self._block)
+            self.shared.kept += self._blocks
 
     # ------------------------------------------------------------------ keeping step
 
@@ -382,13 +376,23 @@ class Team:
         """Where private memory is shown, as arrays of this type."""
         known = self._slots.get(element.code)
         if known is None:
-            dtype, width = element.storage, self._slot_bytes
-            inputs = [self._views(HEAD_BYTES + side * width, width, dtype) for side in range(2)]
-            after = HEAD_BYTES + 2 * width
+            dtype = element.storage
+            count = self.shared.arena.nbytes // dtype.itemsize
+            arenas = [self.shared.array(member.world_rank, 0, count, dtype) for member in self.members]
+            inputs = [self._views(HEAD_BYTES + side * SLOT_BYTES, SLOT_BYTES, dtype) for side in range(2)]
+            after = HEAD_BYTES + 2 * SLOT_BYTES
             results = [self._views(after + side * RESULT_BYTES, RESULT_BYTES, dtype) for side in range(2)]
-            known = Slots(inputs, results, self._lines, _START_AT, self.rank, self._spread)
+            known = Slots(arenas, inputs, results, self._lines, _START_AT, self.rank, self._spread)
             self._slots[element.code] = known
         return known
+
+    def _large_slots(self) -> tuple[int, int] | None:
+        """Where large slots of this member's are; None where no memory is left for them."""
+        block = self.shared.arena.allocate(2 * LARGE_SLOT_BYTES)
+        if block is None:
+            return None
+        self._blocks.append(block)
+        return block.offset, block.offset + LARGE_SLOT_BYTES
 
     def _views(self, start: int, nbytes: int, dtype: np.dtype[np.generic]) -> list[Array]:
         count = nbytes // dtype.itemsize
@@ -408,16 +412,11 @@ def assemble(channel: Channel, ranks: Sequence[int]) -> Steps[Team | None]:
     """
     engine = channel.engine
     shared = engine.shared
-    places, block = max(1, min(PLACES, _PLACES_OF_ALL // len(ranks))), None
-    if shared is not None:
-        block = shared.arena.allocate(block_bytes(places)) if places > 1 else None
-        if block is None:
-            places, block = 1, shared.allocate(block_bytes(1), f"collectives on {channel.where()}")
+    block = None if shared is None else shared.allocate(BLOCK_BYTES, f"collectives on {channel.where()}")
     if block is not None:
         block.bytes()[:HEAD_BYTES] = 0
-    mine = PRIVATE if block is None else block.offset * (PLACES + 1) + places
-    told = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
-    if block is None or min(told) == PRIVATE:
+    mine = PRIVATE if block is None else block.offset
+    offsets = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
+    if block is None or min(offsets) == PRIVATE:
         return None
-    members = [Place(channel.world_ranks[rank], told[rank] // (PLACES + 1)) for rank in ranks]
-    return Team(channel, block, members, min(told[rank] % (PLACES + 1) for rank in ranks))
+    return Team(channel, block, [Place(channel.world_ranks[rank], offsets[rank]) for rank in ranks])
