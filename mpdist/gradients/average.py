@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +22,27 @@ class Averaging:
     def __init__(self, averager: GradientAverager, tree: Tree) -> None:
         self._averager = averager
         self._tree = tree
+        self._is_waited_for = False
 
     def __await__(self) -> Generator[Any, None, Tree]:
+        self._is_waited_for = True
         results = yield from self._averager.__await__()
         return with_leaves(self._tree, iter(results))
 
     def wait(self, timeout: float | None = None) -> Tree:
         """The same where no event loop runs; `timeout` in seconds is for each message."""
+        self._is_waited_for = True
         return with_leaves(self._tree, iter(self._averager.wait(timeout)))
+
+    def __del__(self) -> None:
+        if not self._is_waited_for and not sys.is_finalizing():
+            warnings.warn(
+                "mpdist.average() was neither awaited nor waited for, so nothing was averaged: write `tree = await "
+                "mpdist.average(comm, tree)`, or `.wait()` where no event loop runs",
+                RuntimeWarning,
+                source=self,
+                stacklevel=2,
+            )
 
 
 def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compress: str | None = None) -> Averaging:

@@ -218,6 +218,11 @@ async def test_average_of_read_only_arrays_comes_back_new(comm: Communicator) ->
     assert np.all(x == comm.rank)
 
 
+def test_average_that_nobody_waits_for_is_told_of(comm: Communicator) -> None:
+    with pytest.warns(RuntimeWarning, match="neither awaited nor waited for"):
+        mpdist.average(comm, [np.ones(3)])
+
+
 async def test_average_of_nothing(comm: Communicator) -> None:
     assert await mpdist.average(comm, {}) == {}
 
