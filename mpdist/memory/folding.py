@@ -91,7 +91,7 @@ class Folder:
             self._by_user(sources, outs)
             return
         if self._is_plain and len(sources) == 2 and len(outs) == 1:
-            QUIET.call(self._ufunc, sources[0], sources[1], outs[0])
+            QUIET.call(self._ufunc, sources[0], sources[1], out=outs[0])
             return
         if self._is_odd_alone and len(outs[0]) == 1:
             self._fold_one(sources, outs)

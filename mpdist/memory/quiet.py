@@ -28,9 +28,9 @@ class _Quiet(threading.local):
             self.call = context.run
 
 
-def _call_in_errstate(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_in_errstate(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     with np.errstate(all="ignore"):
-        return function(*arguments)
+        return function(*arguments, **options)
 
 
 QUIET = _Quiet()

@@ -27,8 +27,8 @@ def test_nothing_warns_in_any_thread_and_everything_does_afterwards(
     def work() -> None:
         for _ in range(200):
             out = np.empty(2, np.float32)
-            made.call(np.subtract, HUGE, HUGE, out)  # inf - inf is invalid
-            made.call(np.add, HUGE, HUGE, out)  # too large
+            made.call(np.subtract, HUGE, HUGE, out=out)  # inf - inf is invalid
+            made.call(np.add, HUGE, HUGE, out=out)  # too large
         results.append(out.tolist())
 
     threads = [threading.Thread(target=work) for _ in range(4)]

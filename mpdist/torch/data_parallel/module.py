@@ -239,7 +239,12 @@ class DistributedDataParallel(TorchDataParallel):
     def close(self) -> None:
         """Let the module and its communicator go; collective. Dropping the wrapper lets the module go, unasked."""
         self.reducer.let_go()
-        if not self.comm._channel.is_closed:
+        channel = self.comm._channel
+        if channel.is_closed:
+            return
+        if channel.unfinished():  # of a backward that an exception ended
+            self.comm._leave("its DistributedDataParallel was closed")
+        else:
             finish(self.comm.close())
 
     def __getstate__(self) -> dict[str, Any]:
