@@ -24,7 +24,7 @@ from mpdist.algorithms.meeting import leave as meet_without
 from mpdist.errors import CollectiveMismatch
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
-from mpdist.progress.collective import Steps
+from mpdist.progress.collective import Collective, Steps
 from mpdist.progress.receive import Receive
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
                 f"({listed}), so what they got may not belong together"
             )
         return
+    # Who hears that all are here gives back the memory in which others may still look for the end of a collective. All
+    # have begun the same ones, so they come to it.
+    yield Until(lambda: not any(isinstance(work, Collective) for work in channel.under_way()))
     last = transport.together([_say_last(channel, peer) for peer in channel.addressed])
     told, heard = np.zeros((2, transport.size), np.uint8)
     told[list(channel.addressed)] = SAYS_LAST

@@ -102,6 +102,21 @@ async def test_a_close_that_waits_for_a_collective_says_its_last_too(comm: Commu
     assert await work == [{"rank": rank} for rank in range(comm.size)]
 
 
+@pytest.mark.parametrize("op", ["barrier", "all_reduce"])
+async def test_what_is_pending_ends_well_though_others_have_seen_its_end_before(comm: Communicator, op: str) -> None:
+    """They meet in shared memory, which is given back when the communicator is closed."""
+    for _ in range(100):
+        x = np.full(16, comm.rank)
+        async with comm.dup() as part:
+            await part.barrier()
+            work = part.barrier() if op == "barrier" else part.all_reduce(x, "max")
+            if comm.rank == 0:
+                await work
+        assert work.done()
+        assert work.exception() is None
+        assert op == "barrier" or (x == comm.size - 1).all()
+
+
 @pytest.mark.parametrize("count", [1, 100, 300_000])
 async def test_a_member_that_has_left_is_not_waited_for(comm: Communicator, count: int) -> None:
     """What it has begun there is not taken for the others' end."""
