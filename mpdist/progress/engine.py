@@ -214,8 +214,12 @@ class Engine:
         """Hand the callbacks of finished Works to their loop, or run those that have none."""
         thread = threading.get_ident()
         while self.finished:
-            work = self.finished.popleft()
-            callbacks, work._callbacks = iter(work._callbacks or ()), None
+            with self.lock:  # several threads may be here: each takes callbacks that no other has
+                try:
+                    work = self.finished.popleft()
+                except IndexError:
+                    return
+                callbacks, work._callbacks = iter(work._callbacks or ()), None
             try:
                 for fn, context, loop in callbacks:
                     if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
@@ -227,8 +231,9 @@ class Engine:
                     else:
                         loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
             except BaseException:  # sys.exit() in a callback, or a signal's handler: the others are called later
-                work._callbacks = [*callbacks, *(work._callbacks or ())]
-                self.finished.appendleft(work)
+                with self.lock:
+                    work._callbacks = [*callbacks, *(work._callbacks or ())]
+                    self.finished.appendleft(work)
                 raise
 
     def is_idle(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -341,6 +342,45 @@ def test_threads_with_a_communicator_each_do_collectives(comm: Communicator) -> 
     in_threads(*map(use, range(3)))
     for part in parts:
         part.close().wait()
+
+
+def test_callbacks_are_called_once_whichever_threads_find_the_ends(comm: Communicator, quick_switches: None) -> None:
+    work = comm.barrier()
+    work.wait()
+    calls: list[int] = []
+
+    def add(numbers: range) -> Callable[[], None]:
+        def run() -> None:
+            for number in numbers:
+                work.add_done_callback(lambda _, number=number: calls.append(number))
+
+        return run
+
+    in_threads(*(add(range(first, 20_000, 4)) for first in range(4)))
+    assert sorted(calls) == list(range(20_000))
+
+
+def test_several_threads_may_hand_out_what_is_finished(comm: Communicator, quick_switches: None) -> None:
+    engine = comm._channel.engine
+    work = comm.barrier()
+    work.wait()
+
+    def run() -> None:
+        for _ in range(20_000):
+            engine.finished.extend([work] * 3)
+            engine.flush()
+
+    in_threads(*[run] * 4)
+    assert not engine.finished
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads are switched wherever they may be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 async def test_a_thread_may_post_for_the_loop_to_await(comm: Communicator) -> None:
