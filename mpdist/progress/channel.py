@@ -174,8 +174,7 @@ class Channel:
     ) -> Collective[Any]:
         """Post a collective that is one call of MPI, whose result is known; the arguments are checked."""
         if self._running is not None or self._queue or self.check is not None or self.broken:
-            describe, *rest = words
-            return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+            return self._post_indirect(op, words, result, call, arguments)
         loop = running_loop()
         task = None if loop is None else current_task(loop)
         collectives = self.collectives
@@ -188,6 +187,8 @@ class Channel:
         lock = engine.lock
         lock.acquire()
         try:
+            if self._running is not None or self._queue:  # by another thread, since it was looked at
+                return self._post_indirect(op, words, result, call, arguments)
             work._request = call(*arguments)
             self.sequence += 1
             work.sequence = self.sequence
@@ -205,6 +206,12 @@ class Channel:
         if not engine._ticking:
             engine.ensure_ticking()
         return work
+
+    def _post_indirect(
+        self, op: str, words: Words, result: Any, call: Callable[..., Request], arguments: tuple[Any, ...]
+    ) -> Collective[Any]:
+        describe, *rest = words
+        return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
 
     def post_apart(self, work: W) -> W:
         """Post a program that has no place in the order of this channel's collectives."""

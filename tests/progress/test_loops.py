@@ -6,7 +6,9 @@ import asyncio
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -360,13 +362,43 @@ def test_callbacks_are_called_once_whichever_threads_find_the_ends(comm: Communi
     assert sorted(calls) == list(range(20_000))
 
 
+def test_a_collective_waits_for_one_that_another_thread_has_begun_meanwhile(comm: Communicator) -> None:
+    """The one of several steps is posted when the barrier has seen none, and waits for the lock."""
+    comm.barrier().wait()  # the next is of a single step
+    if comm.rank == 1:
+        comm.recv(src=0).wait()
+        assert comm.all_gather_object(1).wait(20) == [0, 1]
+        comm.barrier().wait(20)
+        return
+    seen = threading.Event()
+
+    class Watched(deque[Any]):
+        def __len__(self) -> int:
+            seen.set()
+            return super().__len__()
+
+    channel = comm._channel
+    channel._queue = Watched()
+    barriers: list[mpdist.Work[None]] = []
+    thread = threading.Thread(target=lambda: barriers.append(comm.barrier()))
+    with channel.engine.lock:
+        thread.start()
+        assert seen.wait(20)
+        gathering = comm.all_gather_object(0)
+    thread.join()
+    assert channel.queued() == barriers
+    comm.send(np.zeros(1), 1).wait()
+    assert gathering.wait(20) == [0, 1]
+    barriers[0].wait(20)
+
+
 def test_several_threads_may_hand_out_what_is_finished(comm: Communicator, quick_switches: None) -> None:
     engine = comm._channel.engine
     work = comm.barrier()
     work.wait()
 
     def run() -> None:
-        for _ in range(20_000):
+        for _ in range(10_000):
             engine.finished.extend([work] * 3)
             engine.flush()
 
