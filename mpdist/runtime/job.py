@@ -60,6 +60,11 @@ def init() -> Communicator:
     return _start().world
 
 
+def started() -> Communicator | None:
+    """The world communicator where mpdist is started, closed after `finalize()`; None before."""
+    return None if _job is None else _job.world
+
+
 def finalize() -> None:
     """Complete what is pending here, wait until all ranks have called it, and stop MPI.
 

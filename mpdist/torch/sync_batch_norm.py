@@ -2,6 +2,9 @@
 
 torch's own needs a GPU, and DDP refuses its class and what derives from it on a CPU. This one normalises by count,
 sum and sum of squares of all ranks; batches may differ in size, and may be empty on some ranks.
+
+Its collectives run on the group itself, also where that is mpdist's world: forward and backward bring them in the
+same order on all ranks, as what the program does there itself.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpdist.comm import Communicator
+from mpdist.torch.compiling import leave_alone
+from mpdist.torch.waiting import finish
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -24,16 +31,22 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Communicator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments as of torch.nn.SyncBatchNorm; without a group the default group when it runs."""
+        """Arguments as of torch.nn.SyncBatchNorm; `process_group` may be a communicator, too.
+
+        Without one: torch's default group, or where there is none mpdist's world, as they are when it runs. On one
+        rank, and where mpdist is not started, it is plain batch norm.
+        """
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_group: dist.ProcessGroup | Communicator | None = None
+    ) -> torch.nn.Module:
         """As the function below."""
         return convert_sync_batchnorm(module, process_group)
 
@@ -45,14 +58,14 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise; collective over the group in training."""
         self._check_input_dim(input)
         is_global = self.training or self.running_mean is None or self.running_var is None
-        size = dist.get_world_size(self.process_group) if is_global and dist.is_initialized() else 1
-        if size == 1:
+        group = _shared_group(self.process_group) if is_global else None
+        if group is None:
             if self.training and input.numel() == 0:
                 raise ValueError("expected more than 1 value per channel when training, got an empty batch")
             return super().forward(input)
         channels = [1, -1, *[1] * (input.dim() - 2)]
         normalised: Tensor
-        normalised, mean, variance, count = _normalise(input, self.eps, self.process_group, channels)
+        normalised, mean, variance, count = _normalise(input, self.eps, group, channels)
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
         if self.affine:
@@ -76,7 +89,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup | None, channels: list[int]
+        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup | Communicator, channels: list[int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.dim())]
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -84,14 +97,14 @@ class _Normalise(torch.autograd.Function):
         count = torch.full_like(total[:1], x.numel() // x.shape[1] if x.shape[1] else 0)
         # The mean first: a variance from the sum of squares would lose what a large mean hides.
         sums = torch.cat([total, count])
-        dist.all_reduce(sums, group=group)
+        _add_up(sums, group)
         count = sums[-1:]
         if count.item() < 2:
             raise ValueError(f"expected more than 1 value per channel when training, got {int(count.item())} in all")
         mean = sums[:-1] / count
         centred = wide - mean.view(channels)
         squares = (centred * centred).sum(axes)
-        dist.all_reduce(squares, group=group)
+        _add_up(squares, group)
         variance = squares / count
         scale = torch.rsqrt(variance + eps)
         normalised = centred * scale.view(channels)
@@ -101,12 +114,13 @@ class _Normalise(torch.autograd.Function):
         return normalised.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @leave_alone
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         normalised, scale, count = ctx.saved_tensors
         gradient = gradients[0].to(normalised.dtype)
         along = (gradient * normalised).sum(ctx.axes)
         sums = torch.stack([gradient.sum(ctx.axes), along])
-        dist.all_reduce(sums, group=ctx.group)
+        _add_up(sums, ctx.group)
         plain, along = (sums / count).unbind(0)
         result = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
             ctx.channels
@@ -114,14 +128,42 @@ class _Normalise(torch.autograd.Function):
         return result.to(gradients[0].dtype), None, None, None
 
 
-_normalise: Any = _Normalise.apply
+@leave_alone
+def _normalise(*inputs: Any) -> Any:
+    return _Normalise.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
 
 
-def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+def _shared_group(given: dist.ProcessGroup | Communicator | None) -> dist.ProcessGroup | Communicator | None:
+    """The group that is given, or torch's default group, or mpdist's world; None where that is one rank."""
+    group = given
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else _world()
+    if group is None or (group.size if isinstance(group, Communicator) else dist.get_world_size(group)) == 1:
+        return None
+    return group
+
+
+def _world() -> Communicator | None:
+    from mpdist.runtime import started
+
+    return started()
+
+
+def _add_up(x: Tensor, group: dist.ProcessGroup | Communicator) -> None:
+    """Replace by the sum over the ranks."""
+    if isinstance(group, Communicator):
+        finish(group.all_reduce(x))
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def convert_sync_batchnorm(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | Communicator | None = None
+) -> torch.nn.Module:
     """Replace all batch normalisations in a module, torch's SyncBatchNorm among them; parameters are shared.
 
     Args:
-        process_group: over which to normalise; None for the default group.
+        process_group: over which to normalise, or a communicator; missing: torch's default group, or mpdist's world.
 
     Returns:
         The module, or what replaces it.
@@ -133,7 +175,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     return module
 
 
-def _converted(old: _BatchNorm, process_group: Any) -> SyncBatchNorm:
+def _converted(old: _BatchNorm, process_group: dist.ProcessGroup | Communicator | None) -> SyncBatchNorm:
     new = SyncBatchNorm(
         old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_group, device="meta"
     )

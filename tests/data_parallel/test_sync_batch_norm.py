@@ -1,0 +1,62 @@
+"""SyncBatchNorm: over whose batches it normalises, when, and how often it can be differentiated."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_parallel.pairs import wrapped
+from torch import Tensor, nn
+
+import mpdist.torch
+from mpdist import Communicator
+from mpdist.torch import SyncBatchNorm, convert_sync_batchnorm
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+@pytest.fixture
+def no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has no process group; other tests of this job have one."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+
+
+def batches(size: int) -> Tensor:
+    """Those of all ranks, four rows each."""
+    return torch.randn((4 * size, 6), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3 + 5
+
+
+def own(comm: Communicator, whole: Tensor) -> Tensor:
+    return whole[4 * comm.rank : 4 * comm.rank + 4]
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["the world", "a communicator"])
+def test_it_needs_no_process_group(comm: Communicator, no_group: None, is_named: bool) -> None:
+    alone = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape).cos())
+    synced = convert_sync_batchnorm(copy.deepcopy(alone), comm if is_named else None)
+    whole = batches(comm.size)
+    with wrapped(synced, comm) as model:
+        got = model(own(comm, whole))
+        got.pow(3).sum().backward()
+        assert not mpdist.torch.check(model, own(comm, whole), comm=comm).problems
+    wanted = alone(whole)
+    (wanted.pow(3).sum() / comm.size).backward()
+    torch.testing.assert_close(got, own(comm, wanted))
+    for a, b in zip([*synced.parameters(), *synced.buffers()], [*alone.parameters(), *alone.buffers()], strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.ranks(3)
+def test_a_communicator_of_some_ranks(comm: Communicator) -> None:
+    part = comm.split(color=comm.rank // 2).wait()
+    norm = SyncBatchNorm(6, process_group=part).double()
+    whole = batches(comm.size)
+    rows = whole[:8] if comm.rank < 2 else whole[8:]
+    torch.testing.assert_close(norm(own(comm, whole)), own(part, nn.BatchNorm1d(6).double()(rows)))
+    part.close().wait()
