@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpdist.comm import Communicator
+from mpdist.errors import UsageError
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.waiting import finish
 
@@ -38,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
         """Arguments as of torch.nn.SyncBatchNorm; `process_group` may be a communicator, too.
 
         Without one: torch's default group, or where there is none mpdist's world, as they are when it runs. On one
-        rank, and where mpdist is not started, it is plain batch norm.
+        rank, and where mpdist is not started, it is plain batch norm. Over several ranks it has no second derivatives.
         """
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
@@ -116,8 +117,16 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @leave_alone
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        with torch.no_grad():
+            result = _Normalise._gradient(ctx, gradients[0])
+        if torch.is_grad_enabled():  # create_graph
+            result = _DifferentiatedOnce.apply(result.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
+        return result, None, None, None
+
+    @staticmethod
+    def _gradient(ctx: Any, given: Tensor) -> Tensor:
         normalised, scale, count = ctx.saved_tensors
-        gradient = gradients[0].to(normalised.dtype)
+        gradient = given.to(normalised.dtype)
         along = (gradient * normalised).sum(ctx.axes)
         sums = torch.stack([gradient.sum(ctx.axes), along])
         _add_up(sums, ctx.group)
@@ -125,7 +134,26 @@ class _Normalise(torch.autograd.Function):
         result = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
             ctx.channels
         )
-        return result.to(gradients[0].dtype), None, None, None
+        return result.to(given.dtype)
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """The gradient, where a graph is made of backward.
+
+    torch's once_differentiable lets pass one for which a constant came in, and which still depends on x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        raise UsageError(
+            "SyncBatchNorm was differentiated twice, and has no second derivatives: they would need the other ranks' "
+            "batches. Take GroupNorm, or torch's batch norm of each rank's own batch, where a penalty on gradients or "
+            "the like goes through it"
+        )
 
 
 @leave_alone

@@ -11,7 +11,7 @@ from data_parallel.pairs import wrapped
 from torch import Tensor, nn
 
 import mpdist.torch
-from mpdist import Communicator
+from mpdist import Communicator, UsageError
 from mpdist.torch import SyncBatchNorm, convert_sync_batchnorm
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -60,3 +60,17 @@ def test_a_communicator_of_some_ranks(comm: Communicator) -> None:
     rows = whole[:8] if comm.rank < 2 else whole[8:]
     torch.testing.assert_close(norm(own(comm, whole)), own(part, nn.BatchNorm1d(6).double()(rows)))
     part.close().wait()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("power", [1, 3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_second_derivatives_are_an_error(comm: Communicator, power: int, affine: bool) -> None:
+    """At power 1 without weights, what comes into its backward is a constant, but the gradient is none."""
+    norm = SyncBatchNorm(6, affine=affine, process_group=comm).double()
+    x = own(comm, batches(comm.size)).requires_grad_()
+    (plain,) = torch.autograd.grad(norm(x).pow(power).sum(), x)
+    (gradient,) = torch.autograd.grad(norm(x).pow(power).sum(), x, create_graph=True)
+    assert torch.equal(gradient, plain)
+    with pytest.raises(UsageError, match="no second derivatives"):
+        (x.sum() + gradient.square().sum()).backward()
