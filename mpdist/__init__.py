@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpdist import torch
     from mpdist.comm import ANY_SOURCE, ANY_TAG, Communicator
     from mpdist.errors import (
         ClosedError,
@@ -86,6 +87,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "torch":
+        return import_module("mpdist.torch")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'mpdist' has no attribute {name!r}")

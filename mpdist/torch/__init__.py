@@ -7,8 +7,10 @@ package registers the backend, and starts no MPI.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from mpdist.errors import Unavailable
 from mpdist.torch.registration import autoload, register
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ __all__ = [
     "setup_env",
 ]
 
+if find_spec("torch") is None:
+    raise Unavailable("mpdist.torch needs torch: pip install 'mpdist[torch]'")
 autoload()  # not register(): the entry point in there imports this package, and must not fail
 
 

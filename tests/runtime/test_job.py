@@ -101,6 +101,18 @@ def test_start_loads_no_torch() -> None:
     assert python("mpdist.run(main); print('torch' in sys.modules)").stdout == "False\n"
 
 
+def test_torch_s_part_is_loaded_when_it_is_named() -> None:
+    pytest.importorskip("torch")
+    assert python("print(mpdist.torch.Metrics.__name__)").stdout == "Metrics\n"
+
+
+@pytest.mark.parametrize("text", ["mpdist.torch.check", "import mpdist.torch"])
+def test_torch_s_part_without_torch_says_what_to_install(text: str) -> None:
+    done = python(f"sys.modules['torch'] = None; {text}")
+    assert done.returncode == 1
+    assert done.stderr.endswith("mpdist.errors.Unavailable: mpdist.torch needs torch: pip install 'mpdist[torch]'\n")
+
+
 def test_import_costs_little_more_than_numpy() -> None:
     limit_seconds = 0.06
     numpy, ours = (median(import_seconds(text) for _ in range(5)) for text in ("import numpy", "import numpy, mpdist"))
