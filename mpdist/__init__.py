@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpdist import torch
+    from mpdist import torch as torch
     from mpdist.comm import ANY_SOURCE, ANY_TAG, Communicator
     from mpdist.errors import (
         ClosedError,

@@ -20,6 +20,7 @@ from ranks.plugin import GPU_DEVICE
 pytestmark = pytest.mark.job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+README = EXAMPLES.parent / "README.md"
 NAMES = sorted(path.name for path in EXAMPLES.glob("0*.py"))
 JOB_SECONDS = 45.0
 COMMAND = re.compile(r"^\$ mpirun -n (\d+) python examples/(\S+)(.*)\n((?:.+\n?)+)", re.MULTILINE)
@@ -86,6 +87,25 @@ def test_example_runs_on_any_number_of_ranks(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_example_is_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 80
+
+
+PROGRAMS = [
+    block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "mpdist.run(" in block
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_programs_of_the_readme_run_as_printed(number: int, ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(PROGRAMS[number])
+    output, errors = run_job(str(script), ranks)
+    assert sorted(line[: len("rank 0")] for line in output.splitlines()) == [f"rank {rank}" for rank in range(ranks)]
+    assert errors == ""
+
+
+def test_readme_shows_a_first_program_and_an_event_loop() -> None:
+    assert ["TaskGroup" in program for program in PROGRAMS] == [False, True]
 
 
 def accuracy_in(line: str) -> float:
