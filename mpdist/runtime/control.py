@@ -33,7 +33,7 @@ from mpdist.runtime.inquiries import ANSWER_SECONDS, Inquiries, Inquiry
 from mpdist.runtime.mail import Mail
 from mpdist.runtime.records import Answers, Operation
 from mpdist.runtime.stuck import Stuck
-from mpdist.runtime.watch import Watch, effective_limit
+from mpdist.runtime.watch import LONGEST_SCAN, Watch, effective_limit
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
@@ -110,8 +110,8 @@ class Control(threading.Thread):
     # ------------------------------------------------------------------ from other threads
 
     def start(self) -> None:
-        """Start; a lone rank's thread starts with the first limit that is set."""
-        if not self._is_alone:
+        """Start; a lone rank that reports nothing starts its thread with the first limit that is set."""
+        if not self._is_alone or self._config.report_after > 0:
             super().start()
 
     def announce_finished(self) -> None:
@@ -183,6 +183,8 @@ class Control(threading.Thread):
     def _sleep(self) -> None:
         if self._inquiries or self._failing or self.expected or monotonic() < self._lively_until:
             seconds = ASKING_SECONDS
+        elif self._is_alone:
+            seconds = LONGEST_SCAN
         elif self._engine.is_idle():
             seconds = IDLE_SECONDS
         else:

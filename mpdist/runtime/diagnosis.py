@@ -92,7 +92,17 @@ def explain(operation: Operation, answers: Answers) -> str:
         lines.append(f"no answer (dead, stopped, or cut off): {operation.ranks_text(mute)}")
     if late and operation.advice:
         lines.append(operation.advice)
+    lines += _alone(operation, answers)
     return "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
+
+
+def _alone(operation: Operation, answers: Answers) -> list[str]:
+    """Of a message in a communicator of one rank."""
+    here = answers.get(operation.members[0])
+    if len(operation.members) > 1 or here is None or operation.kind is Kind.COLLECTIVE:
+        return []
+    what = "send it" if operation.kind is Kind.RECEIVE else "receive it"
+    return [f"only this rank could {what}, and it is at {here.place}{_queued(operation)}"]
 
 
 def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> list[str]:

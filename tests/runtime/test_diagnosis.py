@@ -61,6 +61,14 @@ def done(posted: int, **tags: tuple[int, ...]) -> Answer:
     return answered(posted, is_finished=True, **tags)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("operation", "verb"), [(RECEIVE, "send"), (SEND, "receive")])
+def test_message_to_itself_is_told_where_this_rank_is(operation: Operation, verb: str) -> None:
+    alone = replace(operation, members=(0,), peers=(), queued=("float32 x 3 from rank 0, tag 1",))
+    text = explain(alone, {0: answered(0)})
+    assert f"only this rank could {verb} it, and it is at train.py:36 in load_batch" in text
+    assert "queued here: float32 x 3" in text
+
+
 def test_an_answer_survives_its_letter() -> None:
     answer = replace(answered(3, BEFORE, CALL, sends=(2, 7), receives=(ANYTHING,)), waits=("recv from 0",))
     assert Answer.of_json(json.loads(json.dumps(answer.as_json()))) == answer

@@ -81,6 +81,23 @@ def test_send_to_itself_that_is_never_received_is_told_of() -> None:
     assert done.returncode == int("pending" in done.stderr)
 
 
+def test_wait_of_a_single_rank_for_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPDIST_REPORT_AFTER", "0.3")
+    text = """
+async def wait(world):
+    try:
+        async with asyncio.timeout(2):
+            await world.recv(src=0, tag=4)
+    except TimeoutError:
+        pass
+mpdist.run(wait)
+"""
+    done = python(text)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "recv from 0, tag 4 on 'world' (rank 0 of 1)" in done.stderr
+    assert "only this rank could send it, and it is at <string>:" in done.stderr
+
+
 def test_hooks_are_put_back_by_finalize() -> None:
     text = """
 import threading
