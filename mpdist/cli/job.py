@@ -21,6 +21,9 @@ from mpdist.cli.warden import exit_status, is_success
 # Why a rank may have been killed by a signal that says little by itself.
 HINTS = {"SIGKILL": "perhaps by the kernel, for want of memory"}
 
+# MPI itself ends a rank so, for one where ranks call a collective with different sizes.
+DEBUG_HINT = " (MPDIST_DEBUG=1 may say why)"
+
 
 @dataclass
 class Rank:
@@ -133,7 +136,9 @@ def end_of(rank: Rank) -> str:
     code = os.waitstatus_to_exitcode(rank.wait_status)
     if code == 0:
         return f"left with exit status 0, as by os._exit(0),{when}"
-    return f"left with exit status {code}{when or ' before it started mpdist (what it printed says why)'}"
+    if not when:
+        return f"left with exit status {code} before it started mpdist (what it printed says why)"
+    return f"left with exit status {code}{when}{'' if 'done' in rank.records else DEBUG_HINT}"
 
 
 def unproved(good: Sequence[int], size: int, launcher_status: int) -> str:

@@ -43,7 +43,12 @@ def test_success_needs_every_rank_and_the_launcher(end: tuple[int, tuple[str, ..
     ("wait_status", "records", "status", "words"),
     [
         (0, ("used",), 1, "left with exit status 0, as by os._exit(0), before the job was agreed"),
-        (EXIT_3, ("used",), 3, "left with exit status 3 before the job was agreed"),
+        (
+            EXIT_3,
+            ("used",),
+            3,
+            "left with exit status 3 before the job was agreed to be finished (MPDIST_DEBUG=1 may say why)",
+        ),
         (EXIT_3, (), 3, "left with exit status 3 before it started mpdist (what it printed says why); the job is"),
         (EXIT_3, GOOD_RECORDS, 3, "after the job was agreed to be finished"),
         (int(signal.SIGKILL), (), 137, "was killed by SIGKILL (perhaps by the kernel, for want of memory)"),
