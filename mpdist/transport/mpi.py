@@ -21,16 +21,18 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
-import mpi4py
 import numpy as np
 
-from mpdist.transport.start_up import without_network_cards
+from mpdist.transport.start_up import known_as_unavailable, without_network_cards
+
+with known_as_unavailable():
+    import mpi4py
 
 # The end of the job is decided by the ranks' agreement, not by mpi4py's atexit handler, in which a failed rank
 # would wait for all others for ever.
 if "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False
-with without_network_cards(os.environ):
+with known_as_unavailable(), without_network_cards(os.environ):
     from mpi4py import MPI
 
 from mpdist.errors import Unavailable, UsageError

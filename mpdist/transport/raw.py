@@ -12,7 +12,11 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
-from mpi4py import MPI
+
+from mpdist.transport.start_up import known_as_unavailable
+
+with known_as_unavailable():
+    from mpi4py import MPI
 from numpy.typing import NDArray
 
 T = TypeVar("T")

