@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[options.command](options)
     except MpdistError as error:
-        print(f"mpdist: {error}", file=sys.stderr)
+        text = str(error)
+        print(text if text.startswith("mpdist ") else f"mpdist: {text}", file=sys.stderr)
         return USAGE_STATUS
     except BrokenPipeError:  # whoever reads has had enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end

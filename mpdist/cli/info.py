@@ -22,7 +22,7 @@ from mpdist.config import Config
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
 from mpdist.transport.cuda_aware.question import described
-from mpdist.transport.facts import Launched, MpiFacts, gather_facts, launch_mismatch, launched_as
+from mpdist.transport.facts import Launched, MpiFacts, both_wheels, gather_facts, launch_mismatch, launched_as
 
 Section = dict[str, str]
 
@@ -175,9 +175,12 @@ def fits(facts: MpiFacts, launcher: Launcher | str) -> str:
         return "finds no mpiexec"
     if launcher.kind.value == facts.family:
         return f"its mpiexec ({launcher.kind.value}) belongs to this library"
+    advice = both_wheels() or (
+        f"Use `mpdist run --mpi {facts.family}`, or install its launcher: pip install 'mpdist[{facts.family}]'"
+    )
     return (
         f"MISMATCH: its mpiexec is of {launcher.kind.value}, the library of {facts.family}; every rank would be rank 0 "
-        f"of 1. Use `mpdist run --mpi {facts.family}`, or install its launcher: pip install 'mpdist[{facts.family}]'"
+        f"of 1. {advice}"
     )
 
 

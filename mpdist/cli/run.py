@@ -20,6 +20,7 @@ import argparse
 import ctypes
 import fcntl
 import os
+import re
 import resource
 import secrets
 import selectors
@@ -66,6 +67,8 @@ TERM_SECONDS = 0.6
 # Wardens, after the end of mpiexec.
 DRAIN_SECONDS = 1.0
 
+_INTERPRETER = re.compile(r"python[\d.]*")
+
 SPARE_FILES = 64
 SIOCGIFADDR = 0x8915
 
@@ -82,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         is_local=is_local(options.hostfile, options.launcher_arg, os.environ),
     )
     program = rank_program(options, launcher.kind)
-    hosts = Path(options.hostfile).read_text().splitlines() if options.hostfile else []
+    hosts = _read_hosts(options.hostfile) if options.hostfile else []
     common = common_variables(place.ranks, hosts, os.environ, is_local=place.is_local)
     variables = launch_variables(launcher.kind, place) | common
     exported = [] if place.is_local else [*exported_variables({**os.environ, warden.RUN_VARIABLE: ""}), *common]
@@ -104,6 +107,13 @@ def _choose_launcher(options: argparse.Namespace) -> Launcher:
     return find_launcher(None if options.mpi == "auto" else Kind(options.mpi))
 
 
+def _read_hosts(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"mpdist run: the host file {path!r} cannot be read: {error}") from error
+
+
 def rank_program(options: argparse.Namespace, kind: Kind) -> list[str]:
     """What the launcher starts: a warden that starts the user's program.
 
@@ -123,6 +133,8 @@ def _script(options: argparse.Namespace) -> list[str]:
         raise UsageError("mpdist run: no program; give a script and its arguments, or -m module")
     if options.module:
         return ["-m", *words]
+    if _INTERPRETER.fullmatch(os.path.basename(words[0])):
+        raise UsageError(f"mpdist run: it starts Python itself: leave {words[0]!r} out")
     if not options.hostfile and not os.path.exists(words[0]):
         raise UsageError(f"mpdist run: no script {words[0]!r} here; give a Python script, or -m module")
     return words

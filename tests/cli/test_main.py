@@ -86,9 +86,28 @@ def test_missing_script_is_refused_before_anything_starts() -> None:
         rank_program(parse("-n", "1"), Kind.MPICH)
 
 
-def test_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-n", "1", "no_such.py"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such.py"], "no script 'no_such.py' here"),
+        (["--hostfile", "no_such_hosts", "x.py"], "the host file 'no_such_hosts' cannot be read"),
+        (["python", "x.py"], "it starts Python itself: leave 'python' out"),
+        ([".venv/bin/python3.12", "x.py"], "it starts Python itself: leave '.venv/bin/python3.12' out"),
+    ],
+)
+def test_mistake_is_one_line_and_status_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "1", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"mpdist run: {words}")
+    assert told.count("\n") == 1
+
+
+def test_mistake_outside_a_command_names_mpdist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpdist.cli.launcher.candidates", lambda *_: [])
+    assert main(["run", "-n", "1", "x.py"]) == 2
+    assert capsys.readouterr().err.startswith("mpdist: no mpiexec beside ")
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
