@@ -7,11 +7,16 @@ allowed. Reading is pure: `Config.read(environ)` in, a frozen record out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from mpdist.errors import UsageError
+
+PREFIX = "MPDIST_"
+
+# Variables of that prefix that are no settings: what our processes tell each other, what steers tests.
+NO_SETTINGS = ("RUN", "OWNER", "COMPLETION_", "BENCH_", "TEST_", "FAKECLUSTER")
 
 _TRUE = {"1": True, "true": True, "yes": True, "on": True}
 _FALSE = {"0": False, "false": False, "no": False, "off": False, "": False}
@@ -138,7 +143,24 @@ class Config:
 
 def variable(field: str) -> str:
     """Name of the environment variable of a field."""
-    return f"MPDIST_{field.upper()}"
+    return f"{PREFIX}{field.upper()}"
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each variable of our prefix that is no setting: it may be misspelt."""
+    environ = os.environ if environ is None else environ
+    known = [variable(field.name) for field in fields(Config)]
+    passed_over = tuple(PREFIX + name for name in NO_SETTINGS)
+    found = sorted(name for name in environ if name.startswith(PREFIX) and not name.startswith(passed_over))
+    return [_unknown(name, known) for name in found if name not in known]
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches  # seldom needed
+
+    nearest = get_close_matches(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], 1)
+    advice = f"did you mean {PREFIX}{nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+    return f"environment variable {name} is not known and does nothing: {advice}"
 
 
 def _parse(name: str, text: str, kind: str) -> Any:

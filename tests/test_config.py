@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from mpdist.config import Config, variable
+from mpdist.config import NO_SETTINGS, Config, unknown_variables, variable
 from mpdist.errors import UsageError
 
 
@@ -14,6 +15,18 @@ def test_nothing_set_gives_the_defaults() -> None:
     assert Config.read({}) == Config()
     assert Config.read({"MPDIST_UNKNOWN": "x"}) == Config()
     assert variable("ranks_per_node") == "MPDIST_RANKS_PER_NODE"
+
+
+def test_misspelt_variable_is_told_with_the_nearest() -> None:
+    (line,) = unknown_variables({"MPDIST_TIMOUT": "5", "MPDIST_DEBUG": "1", "HOME": "/"})
+    assert line == "environment variable MPDIST_TIMOUT is not known and does nothing: did you mean MPDIST_TIMEOUT?"
+    (line,) = unknown_variables({"MPDIST_XYZZY": ""})
+    assert "there are MPDIST_TIMEOUT, MPDIST_REPORT_AFTER" in line
+
+
+def test_variables_that_are_no_settings_are_not_taken_for_misspelt_ones() -> None:
+    settings = {variable(field.name): "" for field in fields(Config)}
+    assert unknown_variables(settings | {f"MPDIST_{name}": "" for name in NO_SETTINGS}) == []
 
 
 def test_what_steers_the_algorithms_is_read(tmp_path: Path) -> None:

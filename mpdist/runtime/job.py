@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import inspect
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.algorithms.choose import Thresholds, read_thresholds
 from mpdist.comm import Communicator
-from mpdist.config import Config
+from mpdist.config import Config, unknown_variables
 from mpdist.debug import install_debug
 from mpdist.errors import UsageError
 from mpdist.progress import current
@@ -275,6 +276,8 @@ def _common_config(transport: Transport) -> Config:
             mine = Config.read()
         except UsageError as error:
             mine = str(error)
+        for line in unknown_variables():
+            print(f"mpdist: {line}", file=sys.stderr, flush=True)
     first: Config | str = transport.all_gather_now(mine)[0]
     if isinstance(first, str):
         raise UsageError(first)

@@ -19,6 +19,15 @@ def run_job(how: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     return run_mpdist("run", "-n", str(ranks), LATE_RANK, how)
 
 
+def test_misspelt_variable_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPDIST_TIMOUT", "5")
+    script = tmp_path / "program.py"
+    script.write_text("import mpdist; mpdist.init()")
+    done = run_mpdist("run", "-n", "3", str(script))
+    assert done.returncode == 0
+    assert done.stderr.count("MPDIST_TIMOUT is not known and does nothing: did you mean MPDIST_TIMEOUT?") == 1
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
