@@ -1,11 +1,15 @@
 """Ways: reductions of two ranks' private arrays by either way, by the one that is chosen, and by mpi4py.
 
-    python bench/ways.py [--rounds 15] [--ops OP,...] [--json FILE]
+    python bench/ways.py [--places] [--rounds 15] [--ops OP,...] [--json FILE]
 
 starts itself on 2 ranks with the environment's MPI. The same array again and again,
 so it is in the caches where they hold it. Sizes are those of x. Medians in
 microseconds, and what the chosen way takes of mpi4py's blocking call. mpdist/algorithms/shared/either.py has the
 two ways; bench/caches.py shows why now the one and now the other is faster.
+
+With --places: smaller arrays through slots, always in one place of a slot, in few by
+turns that stay in a core's cache, in many, and in those that are chosen
+(mpdist/algorithms/shared/spread.py).
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import is_rank, launch, mpi_name  # beside this script
 
 import mpdist
+from mpdist.algorithms.shared.spread import SAMPLES, Spread
 
 KIB = 1024
 SIZES = (512 * KIB, 1024 * KIB, 2048 * KIB, 4096 * KIB, 8192 * KIB, 16384 * KIB, 65536 * KIB)
+SMALL_SIZES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB)
 # So many bytes by one way before the next, and at least so many calls: each is to find its own memory in the caches.
 ROW_BYTES = 64 * 1024 * KIB
-LEAST_CALLS = 3
+LEAST_CALLS, MOST_CALLS = 3, 400
 
 
 class Arrays(NamedTuple):
@@ -62,15 +68,61 @@ async def forced(world: mpdist.Communicator, through_slots: bool) -> mpdist.Comm
     return comm
 
 
+class OnePlace(Spread):
+    """Each round where its slot begins."""
+
+    def begin(self, side: int, nbytes: int) -> int:
+        return self._few[side]
+
+
+class FewPlaces(Spread):
+    """Finds nothing out."""
+
+    wide = False
+
+    def begin(self, side: int, nbytes: int) -> int:
+        self._round = 2 * SAMPLES
+        self._is_wide = self.wide
+        if self._ask is not None:
+            self._many, self._ask = self._ask(), None
+        return super().begin(side, nbytes)
+
+
+class ManyPlaces(FewPlaces):
+    """The same in the large slots."""
+
+    wide = True
+
+
+async def placed(world: mpdist.Communicator, kind: type[Spread]) -> mpdist.Communicator:
+    """A duplicate on which all goes through slots, in places of this kind."""
+    comm = await forced(world, True)
+    team: Any = comm._channel.team
+    spread = kind.__new__(kind)
+    for name in Spread.__slots__:
+        setattr(spread, name, getattr(team._spread, name))
+    team._spread = spread
+    team._slots.clear()
+    return comm
+
+
 def arrays_of(count: int) -> Arrays:
     return Arrays(np.zeros(count, np.float32), np.zeros(count // 2, np.float32))
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
-    comms = {"straight": await forced(world, False), "slots": await forced(world, True), "chosen": world}
+    if options.places:
+        comms = {
+            "one place": await placed(world, OnePlace),
+            "few": await placed(world, FewPlaces),
+            "many": await placed(world, ManyPlaces),
+            "chosen": await forced(world, True),
+        }
+    else:
+        comms = {"straight": await forced(world, False), "slots": await forced(world, True), "chosen": world}
     lines = []
     for op in options.ops.split(","):
-        for nbytes in SIZES:
+        for nbytes in SMALL_SIZES if options.places else SIZES:
             medians = await measured(comms, op, nbytes, options.rounds)
             line = {"case": f"{op} {nbytes // KIB} KiB", "mpi": mpi_name(), **medians}
             lines.append(line | {"ratio": round(medians["chosen"] / medians["mpi4py"], 2)})
@@ -79,8 +131,9 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     if world.rank == 0 and options.json:
         with open(options.json, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-    for name in ("straight", "slots"):
-        await comms[name].close()
+    for comm in comms.values():
+        if comm is not world:
+            await comm.close()
 
 
 async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, rounds: int) -> dict[str, float]:
@@ -90,7 +143,7 @@ async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, 
     ours, theirs = OPERATIONS[op]
     count = nbytes // 4
     contenders = {name: arrays_of(count) for name in [*comms, "mpi4py"]}
-    calls = max(LEAST_CALLS, ROW_BYTES // nbytes)
+    calls = min(max(LEAST_CALLS, ROW_BYTES // nbytes), MOST_CALLS)
     micro: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, arrays in contenders.items():
@@ -107,6 +160,7 @@ async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--places", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ops", default=",".join(OPERATIONS))
     parser.add_argument("--json", default="")
