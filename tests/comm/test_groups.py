@@ -361,6 +361,25 @@ async def test_a_cancelled_await_leaves_the_communicator_to_be_awaited_again(com
     await part.close()
 
 
+@pytest.mark.ranks(2, 3)
+async def test_a_block_that_was_cancelled_before_it_began_is_left_when_the_others_come(comm: Communicator) -> None:
+    async def use() -> None:
+        async with comm.dup():
+            pytest.fail("the others have not come")
+
+    last = comm.size - 1
+    if comm.rank == last:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(use(), 0.02)
+        await asyncio.gather(*(comm.send(np.zeros(1), rank) for rank in range(last)))
+    else:
+        await comm.recv()
+        async with comm.dup() as part:
+            pass
+        assert part._channel.is_closed
+    assert await total(comm) == sum(comm.ranks)
+
+
 # ---------------------------------------------------------------------- tasks
 
 
