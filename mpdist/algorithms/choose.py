@@ -155,7 +155,7 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
     Raises:
         UsageError: the file is asked for and cannot be read.
     """
-    measured = _measured(Path(path) if path else default_path(), bool(path), mpi, ranks, cores)
+    measured = _measured(Path(path), mpi, ranks, cores) if path else _measured_here(mpi, ranks, cores)
     known = built_in(mpi)
     return Thresholds(
         {op: min(nbytes, BUSY_BYTES) for op, nbytes in {**known["shared"], **measured.get("shared", {})}.items()},
@@ -175,15 +175,24 @@ def default_path() -> Path:
     return Path(home) / "mpdist" / "tuning.json"
 
 
-def _measured(path: Path, is_asked_for: bool, mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
-    if not path.exists() and not is_asked_for:
+def _measured_here(mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
+    """By the file that nobody has asked for: there may be none, or no home, or one that belongs to somebody else."""
+    try:
+        path = default_path()
+        with path.open("rb"):
+            pass
+    except (OSError, RuntimeError):
         return {}
+    return _measured(path, mpi, ranks, cores)
+
+
+def _measured(path: Path, mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
     try:
         tables = json.loads(path.read_text())["tables"]
         for table in tables:
             if (table["mpi"], table["ranks"], table["cores"]) == (mpi, ranks, cores):
                 return _by_algorithm(table["thresholds"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"the table of thresholds {path} cannot be read ({type(error).__name__}: {error}); {_advice(path)}"
         ) from error
@@ -191,7 +200,7 @@ def _measured(path: Path, is_asked_for: bool, mpi: str, ranks: int, cores: int) 
 
 
 def _advice(path: Path) -> str:
-    if path.exists():
+    if os.path.exists(path):  # Path.exists raises where a folder may not be searched
         return "remove it; after that `mpdist bench --tune` may write a new one"
     return "unset MPDIST_TUNING, or write the file by `mpdist bench --tune`"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +173,23 @@ def test_the_users_own_file_is_read_where_none_is_named() -> None:
     assert read_thresholds("auto", "", "mpich", 2, 2).shared["reduce"] == 5
 
 
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_home_where_nothing_can_be_found_has_no_table(monkeypatch: pytest.MonkeyPatch, has_home: bool) -> None:
+    if has_home:
+        monkeypatch.setenv("XDG_CONFIG_HOME", "/" + "x" * 5000)  # the system refuses to look
+    else:
+        for name in ("XDG_CONFIG_HOME", "HOME"):
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # who has no entry in /etc/passwd
+    assert read_thresholds("auto", "", "mpich", 2, 2).shared == SHARED_FROM["mpich"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "no json", "[]", "{}", '{"tables": 3}', '{"tables": [{}]}', '{"tables": [3]}',
      '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": {"shared_from": "many"}}}]}',
+     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": {"shared_from": 1e999}}}]}',
+     '{"tables": ' + "[" * 100_000,
      '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": [1]}]}'],
 )  # fmt: skip
 @pytest.mark.parametrize("is_named", [True, False])
