@@ -160,6 +160,7 @@ class Channel:
                 if not single:
                     self._running = work
                 work._start()
+        self._hand_out()  # a close that is over at once has ended others
         self.engine.ensure_ticking()
         return work
 
@@ -302,7 +303,13 @@ class Channel:
         if together and not self.unfinished():
             self.transport.free()
         self.refuse(why)
-        engine.flush()
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Have callbacks called; where this thread holds the lock, whoever drives does so after its release."""
+        engine = self.engine
+        if engine.finished and not engine.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            engine.flush()
 
     def end_waiting(self, why: str) -> None:
         """Receives that no message has met, and collectives that have not begun, end with ClosedError."""

@@ -406,6 +406,28 @@ def test_several_threads_may_hand_out_what_is_finished(comm: Communicator, quick
     assert not engine.finished
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_callback_of_what_ends_with_its_communicator_may_wait_for_another_thread(comm: Communicator) -> None:
+    part = comm.dup().wait()
+    ended: list[bool] = []
+
+    def send_in_a_thread(_: object) -> None:
+        thread = threading.Thread(target=lambda: comm.send(np.zeros(1), comm.rank).wait(), daemon=True)
+        thread.start()
+        thread.join(10)
+        ended.append(not thread.is_alive())
+
+    part.recv(tag=7).add_done_callback(send_in_a_thread)
+
+    async def leave() -> None:
+        async with part:
+            pass
+
+    asyncio.run(leave())
+    assert ended == [True]
+    comm.recv().wait()
+
+
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
     """Threads are switched wherever they may be."""
