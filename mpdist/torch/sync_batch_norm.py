@@ -23,7 +23,10 @@ from mpdist.torch.waiting import finish
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation of (N, C, ...) over all ranks of a group in training, with the running statistics else."""
+    """Batch normalisation of (N, C, ...) over all ranks of a group in training.
+
+    Else with the running statistics, or without those of the rank's own batch, as torch's.
+    """
 
     def __init__(
         self,
@@ -58,8 +61,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; collective over the group in training."""
         self._check_input_dim(input)
-        is_global = self.training or self.running_mean is None or self.running_var is None
-        group = _shared_group(self.process_group) if is_global else None
+        group = _shared_group(self.process_group) if self.training else None
         if group is None:
             if self.training and input.numel() == 0:
                 raise ValueError("expected more than 1 value per channel when training, got an empty batch")
@@ -67,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
         channels = [1, -1, *[1] * (input.dim() - 2)]
         normalised: Tensor
         normalised, mean, variance, count = _normalise(input, self.eps, group, channels)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean, variance, count)
         if self.affine:
             normalised = normalised * self.weight.view(channels) + self.bias.view(channels)

@@ -74,3 +74,12 @@ def test_second_derivatives_are_an_error(comm: Communicator, power: int, affine:
     assert torch.equal(gradient, plain)
     with pytest.raises(UsageError, match="no second derivatives"):
         (x.sum() + gradient.square().sum()).backward()
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_evaluation_is_this_ranks_own(comm: Communicator, tracks: bool) -> None:
+    norm = SyncBatchNorm(6, track_running_stats=tracks, process_group=comm).double().eval()
+    if comm.rank == 0:
+        x = own(comm, batches(comm.size))
+        alone = nn.BatchNorm1d(6, track_running_stats=tracks).double().eval()
+        assert torch.equal(norm(x), alone(x))
