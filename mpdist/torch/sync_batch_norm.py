@@ -192,16 +192,32 @@ def convert_sync_batchnorm(
 ) -> torch.nn.Module:
     """Replace all batch normalisations in a module, torch's SyncBatchNorm among them; parameters are shared.
 
+    One that has several names stays one.
+
     Args:
         process_group: over which to normalise, or a communicator; missing: torch's default group, or mpdist's world.
 
     Returns:
         The module, or what replaces it.
     """
+    return _replaced(module, process_group, {})
+
+
+def _replaced(
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | Communicator | None,
+    made: dict[torch.nn.Module, torch.nn.Module],
+) -> torch.nn.Module:
+    """One replacement for each module, however many names it has; `made` remembers them."""
+    if module in made:
+        return made[module]
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module, process_group)
-    for name, child in module.named_children():
-        module.add_module(name, convert_sync_batchnorm(child, process_group))
+        made[module] = _converted(module, process_group)
+        return made[module]
+    made[module] = module
+    for name, child in [*module._modules.items()]:
+        if child is not None:
+            module.add_module(name, _replaced(child, process_group, made))
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,15 @@ def test_evaluation_is_this_ranks_own(comm: Communicator, tracks: bool) -> None:
         x = own(comm, batches(comm.size))
         alone = nn.BatchNorm1d(6, track_running_stats=tracks).double().eval()
         assert torch.equal(norm(x), alone(x))
+
+
+@pytest.mark.ranks(1)
+def test_all_names_of_one_batch_norm_are_replaced(comm: Communicator) -> None:
+    norm = nn.BatchNorm1d(6)
+    inner = nn.ModuleDict({"norm": norm, "none": nn.Identity()})
+    inner.register_module("empty", None)
+    net: Any = convert_sync_batchnorm(nn.ModuleList([norm, norm, inner, inner]))
+    assert isinstance(net[0], SyncBatchNorm)
+    assert net[0] is net[1] is net[2]["norm"]
+    assert net[2] is net[3] is inner
+    assert net[0].weight is norm.weight
