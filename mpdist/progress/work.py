@@ -16,7 +16,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError, WorkTimeout
 from mpdist.progress.backoff import TURN_CREDIT
@@ -266,6 +266,28 @@ class Work(Generic[T]):
         if self._done:
             state = "cancelled" if self._cancelled else "failed" if self._error is not None else "done"
         return f"<Work {self.describe()}, {state}>"
+
+
+class _OfResult:
+    """A name that results have, and a Work has not: who asks for it has forgotten to await.
+
+    Not `__getattr__`, with which Python finds every attribute of a Work more slowly.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, work: Work[Any] | None, owner: type) -> Never:
+        if work is None:
+            raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
+        raise AttributeError(
+            f"{work.op} gives a Work, which has no {self.name!r}: its result has. Write `(await ...).{self.name}`, or "
+            f"`.wait().{self.name}` where no event loop runs"
+        )
+
+
+for _name in ("count", "data", "dtype", "item", "mean", "nbytes", "shape", "size", "sum", "tolist"):
+    setattr(Work, _name, _OfResult(_name))
 
 
 class Requested(Work[T]):

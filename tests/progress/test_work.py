@@ -61,6 +61,23 @@ async def test_a_pending_work_has_no_result_yet(comm: Communicator) -> None:
     assert work.cancel()
 
 
+async def test_a_name_of_the_result_asked_of_a_work_says_that_await_is_missing(comm: Communicator) -> None:
+    receive: Any = comm.recv()
+    with pytest.raises(AttributeError, match=r"recv gives a Work.*`\(await \.\.\.\)\.data`.*`\.wait\(\)\.data`"):
+        _ = receive.data
+    assert not hasattr(receive, "data")
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = receive.no_such_name
+    await send(comm, 5)
+    await receive
+    with pytest.raises(AttributeError, match="recv gives a Work"):
+        _ = receive.data
+    reduction: Any = comm.all_reduce(np.ones(1))
+    with pytest.raises(AttributeError, match=r"all_reduce gives a Work.*`\(await \.\.\.\)\.sum`"):
+        reduction.sum()
+    await reduction
+
+
 async def test_several_tasks_may_await_one_work(comm: Communicator) -> None:
     work = comm.recv()
 
