@@ -121,6 +121,7 @@ def spawned(world):
             assert workers.map(square, range(5)) == [0, 1, 4, 9, 16]
             (text,) = workers.map(start_mpdist, [0])
         assert f"rank 1 of {world.size} has itself started" in text, text
+        assert 'write what is for the rank alone under `if __name__ == "__main__":`' in text
     command = [sys.executable, "-c", "import mpdist; mpdist.init()"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
