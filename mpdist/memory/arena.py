@@ -42,6 +42,13 @@ PIECE_BYTES = 64 * 1024**2
 SPARE_BYTES = 64 * 1024**2
 
 
+def _dims(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return (index(shape),)  # type: ignore[arg-type]  # most are no integers
+    except TypeError:  # also from an array of lengths, which has __index__ all the same
+        return tuple(index(length) for length in shape)  # type: ignore[union-attr]  # nor is it one here
+
+
 def _rounded(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
@@ -119,7 +126,7 @@ class Arena:
             UsageError: the elements are Python objects, or the shape is no shape.
         """
         dtype = np.dtype(dtype)
-        dims = (index(shape),) if hasattr(shape, "__index__") else tuple(index(length) for length in shape)
+        dims = _dims(shape)
         if dtype.hasobject or min(dims, default=0) < 0:
             raise UsageError(
                 f"shared memory for an array of shape {dims} and type {dtype} was asked for; lengths are >= 0, and "
