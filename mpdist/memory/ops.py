@@ -128,15 +128,26 @@ def check_op(op: ReduceOp, element: Element) -> None:
         _check_factor(op.factor, element)
 
 
+def _is_floating(factor: Factor) -> bool:
+    """Whether it is a floating point number; integers of hundreds of digits are none."""
+    try:
+        complex(factor)
+    except OverflowError:
+        return False
+    return True
+
+
 def _check_factor(factor: Factor, element: Element) -> None:
     if element.kind == "complex" or (element.kind == "float" and not isinstance(factor, complex)):
-        return
-    if isinstance(factor, int) and element.kind in ("int", "uint"):
+        if _is_floating(factor):
+            return
+    elif isinstance(factor, int) and element.kind in ("int", "uint"):
         limits = np.iinfo(element.storage)
         if limits.min <= factor <= limits.max:
             return
+    shown = f"{factor!r}" if _is_floating(factor) else "with hundreds of digits"
     raise UsageError(
-        f"premul_sum's factor {factor!r} is not a value of {element.name}: use another factor, or cast x first"
+        f"premul_sum's factor {shown} is not a value of {element.name}: use another factor, or cast x first"
     )
 
 

@@ -168,6 +168,13 @@ def test_an_integer_factor_outside_the_range_is_refused(factor: int, name: str) 
         check_op(premul_sum(factor), BY_NAME[name])
 
 
+@pytest.mark.parametrize("name", ["float32", "complex128", "int64"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_factor_larger_than_any_number_is_refused(digits: int, name: str) -> None:
+    with pytest.raises(UsageError, match=f"hundreds of digits is not a value of {name}"):
+        check_op(premul_sum(10**digits), BY_NAME[name])
+
+
 # ---------------------------------------------------------------------- what is computed
 
 
