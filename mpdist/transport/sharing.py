@@ -28,7 +28,13 @@ def nameless_file(nbytes: int, folder: str = "") -> tuple[int, str]:
     else:
         usual = "/dev/shm" if os.path.isdir("/dev/shm") else None
         descriptor, path = tempfile.mkstemp(prefix="mpdist-", dir=folder or usual)
-    os.ftruncate(descriptor, nbytes)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:  # larger than the file system takes
+        os.close(descriptor)
+        if path:
+            os.unlink(path)
+        raise
     return descriptor, path
 
 

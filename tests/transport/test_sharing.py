@@ -39,6 +39,15 @@ def test_a_file_in_a_folder_has_a_name_until_it_is_unlinked(tmp_path: Path) -> N
     os.close(descriptor)
 
 
+def test_a_file_that_cannot_be_so_long_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = descriptors()
+    for folder in ("", str(tmp_path)):
+        with pytest.raises(OSError, match="Invalid argument"):
+            nameless_file(-1, folder)  # as one that is larger than the file system takes
+    assert list(tmp_path.iterdir()) == []
+    assert descriptors() == before
+
+
 def test_a_named_file_is_opened_by_any_of_its_paths(tmp_path: Path) -> None:
     descriptor, path = nameless_file(NBYTES, str(tmp_path))
     named = Named.of(descriptor, path)
