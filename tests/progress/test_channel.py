@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,3 +56,20 @@ async def test_its_text_is_known_and_its_array_is_free(comm: Communicator, text:
     told = answer(channel.engine, 0, {key: [number]}, is_finished=False).channels[key].calls[0]
     assert told.sequence == number
     assert f"{told.op} {told.details}" == text
+
+
+async def test_posting_looks_at_the_last_pending_collective_only(comm: Communicator) -> None:
+    """Not at all: a thousand of them would be looked at half a million times."""
+    looks: list[int] = []
+
+    class Watched(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            looks.append(threading.get_ident())
+            return super().__iter__()
+
+    await comm.all_reduce(np.ones(4))
+    comm._channel.collectives = Watched()
+    works = [comm.all_reduce(np.ones(4)) for _ in range(50)]
+    works += [comm.broadcast(np.ones(4), 0) for _ in range(50)]
+    assert threading.get_ident() not in looks
+    await asyncio.gather(*works)
