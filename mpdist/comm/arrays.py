@@ -116,8 +116,8 @@ def reduction_text(nbytes: int, how: Reduction) -> str:
     return f"{text_of(how.element, nbytes)} {how.op.name}"
 
 
-def op_text(element: Element, nbytes: int, op: OpLike) -> str:
-    return f"{text_of(element, nbytes)} {name_of(op)}"
+def op_text(element: Element, nbytes: int, name: str) -> str:
+    return f"{text_of(element, nbytes)} {name}"
 
 
 def name_of(op: OpLike) -> str:

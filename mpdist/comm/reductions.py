@@ -89,7 +89,7 @@ class Reductions(Arrays):
             else:
                 check_apart(source, target)
         how = self._reduction(op, target)
-        details = partial(op_text, target.element, target.nbytes, op)
+        details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
             size = COMPARED if how.is_compared else "all_reduce"
             is_large = target.nbytes >= self._large_from[size]
@@ -105,8 +105,8 @@ class Reductions(Arrays):
         source = host_buffer(x)
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape) if self.rank == dst else None
-        element, nbytes = source.element, source.nbytes
-        details = lambda: f"{op_text(element, nbytes, op)} to {dst}"  # noqa: E731  # a text made on demand
+        element, nbytes, name = source.element, source.nbytes, name_of(op)  # the function itself may hold much
+        details = lambda: f"{op_text(element, nbytes, name)} to {dst}"  # noqa: E731  # a text made on demand
         if isinstance(how, Reduction):
             is_large = nbytes >= self._large_from["reduce"]
             return self._post_reduction("reduce", details, deterministic, is_large, source, target, how, dst)
@@ -127,7 +127,7 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape)
         program = plain if isinstance(how, Reduction) else by_function
-        details = partial(op_text, source.element, source.nbytes, op)
+        details = partial(op_text, source.element, source.nbytes, name_of(op))
         return self._channel.post(name, program, details, source, target, how)
 
     @operation
@@ -155,7 +155,7 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         shape = self._block_shape(source) if out is None else ()
         target = self._output(source, out, shape, self.size)
-        details = partial(op_text, source.element, source.nbytes, op)
+        details = partial(op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
             is_large = source.nbytes >= self._large_from["reduce_scatter"]
             return self._post_reduction("reduce_scatter", details, deterministic, is_large, source, target, how)
@@ -169,12 +169,12 @@ class Reductions(Arrays):
         mine = blocks[self.rank]
         how = self._reduction(op, mine)
         target = self._output(mine, out, mine.shape)
-        counts, name = [block.count for block in blocks], mine.element.name
+        counts, element, name = [block.count for block in blocks], mine.element.name, name_of(op)
         program = native.reduce_scatterv if isinstance(how, Reduction) else native.reduce_scatter_by_function
         return self._channel.post(
             "reduce_scatter",
             program,
-            lambda: f"{name} x {counts} {name_of(op)}",
+            lambda: f"{element} x {counts} {name}",
             uneven.concatenated(blocks),
             target,
             counts,

@@ -58,6 +58,19 @@ async def test_its_text_is_known_and_its_array_is_free(comm: Communicator, text:
     assert f"{told.op} {told.details}" == text
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "reduce", "scan", "reduce_scatter", "reduce_scatter of a list"])
+async def test_a_function_given_as_op_is_free(comm: Communicator, name: str) -> None:
+    async def reduce() -> weakref.ref[Any]:
+        op = lambda a, b: a + b  # noqa: E731  # an object of its own
+        x = [np.ones(4)] * comm.size if name.endswith("list") else np.ones(4)
+        await getattr(comm, name.partition(" ")[0])(x, *[0] * (name == "reduce"), op=op)
+        return weakref.ref(op)
+
+    used = await reduce()
+    gc.collect()
+    assert used() is None
+
+
 async def test_posting_looks_at_the_last_pending_collective_only(comm: Communicator) -> None:
     """Not at all: a thousand of them would be looked at half a million times."""
     looks: list[int] = []
