@@ -32,7 +32,11 @@ def all_reduce(group: Group, tensor: Tensor, op: Any, opts: Any) -> TorchWork:
         indices, values = posted_indices.result(), posted.result()
         with torch.no_grad():
             total = torch.sparse_coo_tensor(
-                torch.cat(list(indices)).t(), torch.cat(list(values)), own.shape, dtype=own.dtype
+                torch.cat(list(indices)).t(),
+                torch.cat(list(values)),
+                own.shape,
+                dtype=own.dtype,
+                check_invariants=False,  # where it is not said, torch 2.13 warns; torch has made these tensors
             )
             tensor.copy_(total.coalesce())
 

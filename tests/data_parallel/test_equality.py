@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -358,6 +359,19 @@ def test_sparse_gradients(comm: Communicator) -> None:
                 comm.all_reduce(dense, op="avg").wait()
                 parameter.grad = dense
             assert_equal([p.grad.to_dense() for p in net.parameters()], [p.grad for p in copy.parameters()])
+
+
+def test_sparse_gradients_come_without_torchs_warning(comm: Communicator) -> None:
+    net = nn.Embedding(20, 6, sparse=True)
+    rows = torch.tensor([comm.rank, 3])
+    with wrapped(net, comm) as model, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Sparse invariant")
+        torch.set_warn_always(True)  # else torch says each thing once in a process
+        try:
+            model(rows).sum().backward()
+        finally:
+            torch.set_warn_always(False)
+    assert net.weight.grad.is_sparse
 
 
 @pytest.mark.ranks(2)

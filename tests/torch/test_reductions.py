@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -153,6 +154,18 @@ def test_sparse_tensors_are_summed(group: dist.ProcessGroup) -> None:
     x = sparse(rank) if rank == 0 else empty
     dist.all_reduce(x)
     assert torch.equal(x.to_dense(), sparse(0).to_dense())
+
+
+def test_sparse_sums_come_without_torchs_warning(group: dist.ProcessGroup) -> None:
+    x = torch.eye(3).to_sparse()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Sparse invariant")
+        torch.set_warn_always(True)  # else torch says each thing once in a process
+        try:
+            dist.all_reduce(x)
+        finally:
+            torch.set_warn_always(False)
+    assert torch.equal(x.to_dense(), group.size() * torch.eye(3))
 
 
 def test_what_has_no_meaning_is_refused(group: dist.ProcessGroup) -> None:
