@@ -266,6 +266,10 @@ class Channel:
         """All pending Works of this communicator, but its closing."""
         return [work for work in self.engine.pending() if work._channel is self and work.op != "close"]
 
+    def is_within_program(self) -> bool:
+        """Whether the caller was called by a collective's program; the caller holds the Engine's lock."""
+        return any(work._steps is not None and work._steps.gi_running for work in self.collectives)  # type: ignore[attr-defined]  # it is a generator
+
     def under_way(self) -> list[Work[Any]]:
         """Works of this communicator with which MPI is not done, whatever became of them, but its closing."""
         works: list[Work[Any]] = [*self.engine.active, *self.engine.later]

@@ -437,6 +437,23 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+def test_an_op_that_waits_for_another_operation_is_told_that_it_may_not(comm: Communicator) -> None:
+    other = comm.dup().wait()
+
+    posted: list[mpdist.Work[Any]] = []
+
+    def waits(a: Any, b: Any) -> Any:
+        posted.append(other.all_reduce(np.ones(1)))
+        return a + b + posted[0].wait(20)
+
+    with pytest.raises(
+        mpdist.UsageError, match=r"all_reduce float64 x 1 .*called by an op.*may only compute there; wait"
+    ):
+        comm.all_reduce(np.ones(4), waits).wait(20)
+    assert comm.all_reduce(np.ones(1)).wait(20) == posted[0].wait(20) == [2]
+    other.close().wait(20)
+
+
 async def test_a_thread_may_post_for_the_loop_to_await(comm: Communicator) -> None:
     """The loop may be asleep meanwhile."""
     for _ in range(3):
