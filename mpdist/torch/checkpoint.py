@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,8 @@ def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
     """Write a checkpoint; done when it is complete in its place. Collective.
 
     Args:
-        path: seen by rank 0; an older checkpoint stays whole until the new one is.
+        path: seen by rank 0; an older checkpoint stays whole until the new one is, which gets its mode. Of a symbolic
+            link it is the target that is replaced.
         parts: modules, optimizers and whatever has a `state_dict()`, and plain values: what torch.load reads with
             `weights_only=True`. A module wrapped for data parallel is written as the module itself.
 
@@ -56,21 +59,43 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
 
     Raises:
         CommunicationError: on all ranks, if rank 0 could not read.
+        UsageError: on all ranks, if what it read is no whole checkpoint.
     """
+    where = f"load_checkpoint({os.fspath(path)!r})"
     problem, data = None, b""
     if comm.rank == 0:
         try:
             data = Path(path).read_bytes()
         except Exception as error:
             problem = error
-    _agree(comm, problem, f"load_checkpoint({os.fspath(path)!r})")
-    state = torch.load(io.BytesIO(_shared(comm, data)), map_location="cpu", weights_only=True)
+    _agree(comm, problem, where)
+    data = _shared(comm, data)
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        text = f"{_fault(data)} ({type(error).__name__}: {error})"
+        raise UsageError(f"{where} on '{comm.name}' (rank {comm.rank}): {text}") from error
     missing = sorted(parts.keys() - state.keys())
     if missing:
         raise KeyError(f"{os.fspath(path)} has {sorted(state)}, and no {', '.join(missing)}")
     for name, part in parts.items():
         _unwrapped(part).load_state_dict(state.pop(name))
     return dict(state)
+
+
+def _fault(data: bytes) -> str:
+    """What is wrong with a file that does not load, and what to do."""
+    if not data:
+        return "the file is empty, as what wrote it was stopped, or the disk is full: load an older checkpoint"
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return (
+            f"the file's {len(data)} bytes are no whole checkpoint, but cut off or of another kind: copy it anew, or "
+            "load an older one; save_checkpoint leaves only whole ones"
+        )
+    return (
+        f"the file's {len(data)} bytes are damaged, or hold what torch.load does not read with weights_only=True: copy "
+        "it anew, or write it with save_checkpoint"
+    )
 
 
 def _unwrapped(part: Any) -> Any:
@@ -84,9 +109,14 @@ def _state_of(part: Any) -> Any:
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
     """Under another name first, so that there is a whole checkpoint at any time."""
+    path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists():
+            draft.touch(0o600)  # until it is complete, nobody reads what the file's mode would hide
         _save(state, draft)
+        if path.exists():
+            shutil.copymode(path, draft)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,40 @@ def test_a_state_that_cannot_be_had_is_an_error_on_all_ranks(comm: Communicator,
 
     with pytest.raises(CommunicationError, match="rank 0 says: LookupError"):
         mpdist.torch.save_checkpoint(folder / "a.pt", comm, broken=Broken())
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda whole: b"", "the file is empty"),
+        (lambda whole: whole[: len(whole) // 2], "no whole checkpoint, but cut off"),
+        (lambda whole: whole.replace(b"epoch", b"\xff\xff\xff\xff\xff"), "bytes are damaged"),
+    ],
+    ids=["empty", "torn", "damaged"],
+)
+def test_a_file_that_is_no_checkpoint_is_named(comm: Communicator, folder: Path, damage: Any, told: str) -> None:
+    mpdist.torch.save_checkpoint(folder / "a.pt", comm, epoch=1)
+    if comm.rank == 0:
+        (folder / "a.pt").write_bytes(damage((folder / "a.pt").read_bytes()))
+    with pytest.raises(UsageError, match=rf"load_checkpoint\('.*a\.pt'\) .*rank {comm.rank}.*{told}"):
+        mpdist.torch.load_checkpoint(folder / "a.pt", comm)
+
+
+def test_a_link_and_a_mode_stay_as_they_are(comm: Communicator, folder: Path) -> None:
+    real, link = folder / "of" / "real.pt", folder / "latest.pt"
+    for epoch, mode in ((1, None), (2, 0o640), (3, 0o400)):
+        if comm.rank == 0:
+            real.parent.mkdir(exist_ok=True)
+            if mode is None:
+                link.symlink_to(Path("of", "real.pt"))  # which is not there yet
+            else:
+                real.chmod(mode)
+        mpdist.torch.save_checkpoint(link, comm, epoch=epoch)
+        assert mpdist.torch.load_checkpoint(link, comm) == {"epoch": epoch}
+        if comm.rank == 0:
+            assert link.is_symlink()
+            assert [path.name for path in real.parent.iterdir()] == ["real.pt"]
+            assert mode is None or stat.S_IMODE(real.stat().st_mode) == mode
 
 
 def test_every_plain_value_comes_back(comm: Communicator, folder: Path) -> None:
