@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
 from mpdist.memory.buffer import TORCH_DEVICES
+from mpdist.torch.data_parallel.buffers import is_sparse
 from mpdist.torch.data_parallel.outputs import tensors_in
-from mpdist.torch.data_parallel.start import describe
+from mpdist.torch.data_parallel.start import describe, refusals
 from mpdist.torch.data_parallel.waiting import hold
 from mpdist.torch.devices import streams_of
 from mpdist.torch.waiting import finish
@@ -73,7 +74,7 @@ def check(model: nn.Module, batch: Any = None, *, loader: Any = None, comm: Comm
     module = model.module if isinstance(model, TorchDataParallel) else model
     findings = Findings()
     findings.problems += _devices(comm, module)
-    findings.problems += _differences(comm, module)
+    findings.problems += _differences(comm, module, is_wrapped=module is not model)
     findings.problems += _batch_norm(comm, module, batch)
     findings.problems += _lengths(comm, loader)
     findings.hints += _same_data(comm, batch)
@@ -90,14 +91,17 @@ def _devices(comm: Communicator, module: nn.Module) -> Iterator[str]:
             yield f"on rank {rank} the module's parameters are on {count} devices{where}: move it to one"
 
 
-def _differences(comm: Communicator, module: nn.Module) -> Iterator[str]:
-    """Forms first: values can be compared only where those are equal."""
+def _differences(comm: Communicator, module: nn.Module, is_wrapped: bool) -> Iterator[str]:
+    """Forms first: values can be compared only where those are equal; what is wrapped has been taken as it is."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for what, named in (("parameters", [*module.named_parameters()]), ("buffers", [*module.named_buffers()])):
         try:
             hold(check_descriptions(comm, what, [describe(name, tensor) for name, tensor in named]))
         except CollectiveMismatch as error:
             yield f"{error}: build the same module on all ranks"
             continue
+        if not is_wrapped:
+            yield from refusals(what, [(name, tensor) for name, tensor in named if name not in ignored])
         different = _different_values(comm, [tensor for _, tensor in named])
         if different:
             names = ", ".join(named[index][0] for index, _ in different[:NAMED])
@@ -209,9 +213,18 @@ def _digest(tensors: Sequence[Tensor]) -> int:
     """64 bits of the values."""
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        if not tensor.is_meta:
-            state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for part in _parts(tensor.detach()):
+            if not part.is_meta:
+                state.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(state.digest(), "little", signed=True)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor, or the indices and values of a sparse one."""
+    if not is_sparse(tensor):
+        return (tensor,)
+    listed = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]  # torch's
+    return listed.indices(), listed.values()
 
 
 def _gathered(comm: Communicator, number: int) -> list[int]:

@@ -42,3 +42,11 @@ def test_same_data_is_found_on_any_ranks(comm: Communicator) -> None:
 def test_pairs_with_the_same_data_are_told_apart(comm: Communicator) -> None:
     (hint,) = found(comm, batch=torch.full((2,), float(comm.rank // 2))).hints
     assert hint.startswith("ranks 0, 1 have the same first batch, and so have ranks 2, 3: ")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_sparse_batches_are_compared(comm: Communicator, layout: torch.layout) -> None:
+    assert not found(comm, batch=(torch.eye(3) * (comm.rank + 1)).to_sparse(layout=layout)).hints
+    (hint,) = found(comm, batch=torch.eye(3).to_sparse(layout=layout)).hints
+    assert "have the same first batch" in hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist import CollectiveMismatch, Communicator, UsageError
-from mpdist.torch import DistributedDataParallel
+from mpdist.torch import DistributedDataParallel, check
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -62,6 +63,41 @@ def _half_frozen() -> nn.Module:
     net = nn.Linear(6, 3)
     net.weight.requires_grad_(False)
     return net
+
+
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2)
+    net.register_buffer("adjacent", buffer)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "adjacent, of the buffers, is sparse .torch.sparse_coo.*register it dense"),
+        (lambda: torch.eye(4).to_sparse_csr(), "adjacent, of the buffers, is sparse .torch.sparse_csr"),
+        (lambda: torch.ones(1, 4).expand(8, 4), r"adjacent, of the buffers, is expanded.*\(0, 1\).*contiguous"),
+    ],
+)
+def test_buffer_that_cannot_be_broadcast_is_named(comm: Communicator, make: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=rf"\(rank {comm.rank}\): {text}"):
+        DistributedDataParallel(with_buffer(make()), comm)
+    problems = check(with_buffer(make()), comm=comm).problems
+    assert len(problems) == 1
+    assert re.match(text, problems[0])
+    with wrapped(with_buffer(make()), comm, broadcast_buffers=False) as model:
+        model(torch.ones(1, 2)).sum().backward()
+        assert not check(model, comm=comm).problems
+    with wrapped(with_buffer(make()), comm, init_sync=False) as model, pytest.raises(UsageError, match="a buffer is"):
+        model(torch.ones(1, 2))
+
+
+@pytest.mark.ranks(2, 3)
+def test_buffer_that_is_sparse_on_one_rank_is_named(comm: Communicator) -> None:
+    buffer = torch.eye(4).to_sparse() if comm.rank == 1 else torch.eye(4)
+    with pytest.raises(CollectiveMismatch, match=r"adjacent float32 \(4, 4\) sparse_coo on rank 1"):
+        DistributedDataParallel(with_buffer(buffer), comm)
 
 
 @pytest.mark.parametrize(

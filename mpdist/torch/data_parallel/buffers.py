@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from mpdist.errors import UsageError
 from mpdist.torch.data_parallel.bucket import empty
 from mpdist.torch.waiting import finish
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Each buffer begins at a multiple of this: no dtype is larger.
 ALIGNED_BYTES = 16
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def has_buffers(module: torch.nn.Module) -> bool:
@@ -30,6 +33,28 @@ def has_buffers(module: torch.nn.Module) -> bool:
                 return True
             modules.extend(each._modules.values())
     return False
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether it is of one of torch's sparse layouts."""
+    return tensor.layout in _SPARSE
+
+
+def fault_of(tensor: Tensor) -> str:
+    """Why a tensor cannot be broadcast, and what to do; empty if it can."""
+    if is_sparse(tensor):
+        return (
+            f"is sparse ({tensor.layout}), and only dense tensors are broadcast: register it dense, or its indices and "
+            "values as buffers, or give broadcast_buffers=False where all ranks make the same"
+        )
+    if tensor.numel() and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return (
+            f"is expanded, shape {tuple(tensor.shape)} with strides {tensor.stride()}: several elements are one place "
+            "in memory, which cannot be written to. Register it .contiguous()"
+        )
+    return ""
 
 
 class Buffers:
@@ -58,6 +83,10 @@ class Message:
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor]) -> None:
         self._comm = comm
         self._tensors = list(tensors)
+        for tensor in tensors:
+            fault = fault_of(tensor)
+            if fault:
+                raise UsageError(f"on '{comm.name}' (rank {comm.rank}): a buffer {fault}")
         starts = [0]
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpdist.errors import UsageError
 from mpdist.gradients.agreement import check_descriptions
-from mpdist.torch.data_parallel.buffers import Buffers
+from mpdist.torch.data_parallel.buffers import Buffers, fault_of, is_sparse
 from mpdist.torch.data_parallel.waiting import hold
 
 if TYPE_CHECKING:
@@ -22,13 +23,31 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def compare(comm: Communicator, what: str, tensors: Named) -> None:
-    """Raise CollectiveMismatch, on all ranks, if names, shapes, strides or dtypes differ between them."""
+    """See whether all ranks have the same, of a kind that is broadcast.
+
+    Raises:
+        CollectiveMismatch: on all ranks, if names, shapes, strides, layouts or dtypes differ between them.
+        UsageError: on all ranks, if some have a layout that is not broadcast.
+    """
     hold(check_descriptions(comm, what, [describe(name, tensor) for name, tensor in tensors]))
+    # What is refused shows in the descriptions, so that from here on all ranks refuse it or none.
+    refused = refusals(what, tensors)
+    if refused:
+        raise UsageError(f"on '{comm.name}' (rank {comm.rank}): " + "; ".join(refused))
+
+
+def refusals(what: str, tensors: Named) -> list[str]:
+    """Why some tensors are not broadcast, and what to do, in words."""
+    faults = [(name, fault_of(tensor)) for name, tensor in tensors]
+    return [f"{name}, of the {what}, {fault}" for name, fault in faults if fault]
 
 
 def describe(name: str, tensor: Tensor) -> str:
-    """`fc.weight float32 (10, 64)`; strides and device only where they are unusual."""
-    strides = "" if tensor.is_contiguous() else f" strides {tuple(tensor.stride())}"
+    """`fc.weight float32 (10, 64)`; strides or layout, and device only where they are unusual."""
+    if is_sparse(tensor):
+        strides = f" {str(tensor.layout).removeprefix('torch.')}"
+    else:
+        strides = "" if tensor.is_contiguous() else f" strides {tuple(tensor.stride())}"
     frozen = " frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}{where}{frozen}"
