@@ -132,7 +132,7 @@ def refuse_child() -> None:
     raise UsageError(
         f"mpdist was started in a process that rank {launched.rank} of {launched.size} has itself started (by spawn, "
         "subprocess, ...): it has the launcher's variables of that rank, and MPI would take it for the same rank. "
-        "Communicate in the rank itself, and hand the data over. Where a worker (of a DataLoader, of a pool) is spawned, it "
+        "Communicate in the rank itself, and hand the data over. A worker (of a DataLoader, of a pool) that is spawned "
         'runs the script once more: write what is for the rank alone under `if __name__ == "__main__":`'
     )
 
