@@ -121,7 +121,11 @@ class Communicator(Objects, Collectives, Groups):
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds >= 0:
+        try:
+            is_valid = seconds is None or bool(seconds >= 0)
+        except (TypeError, ValueError):
+            is_valid = False
+        if not is_valid:
             raise UsageError(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
         self._channel.timeout = seconds
         self._channel.engine.timeouts_changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from operator import index
@@ -60,8 +61,17 @@ class Operations:
         except TypeError:
             raise InvalidRank(f"{what} must be a rank, an integer from 0 to {self.size - 1}, got {value!r}") from None
         if not 0 <= rank < self.size:
-            raise InvalidRank(f"{what} is {rank}, the ranks of this communicator are 0 to {self.size - 1}")
+            raise InvalidRank(
+                f"{what} is {rank}, the ranks of this communicator are 0 to {self.size - 1}{self._launch_advice()}"
+            )
         return rank
+
+    def _launch_advice(self) -> str:
+        from mpdist.transport.facts import launched_as  # for this text only
+
+        if self.size > 1 or self._channel.name != "world" or launched_as(os.environ) is not None:
+            return ""
+        return ": this program was started without a launcher. For two, start it by `mpirun -n 2 python ...`"
 
     def _tag(self, value: object) -> int:
         """A tag; raises UsageError."""

@@ -106,6 +106,8 @@ class PointToPoint(Operations):
                 return receive_on_device(channel, buffer, *self._pattern(src, tag))
             return channel.inbox.receive(Receive(channel, buffer, *self._pattern(src, tag)))
         except UsageError as error:
+            if type(x) is int and src is ANY_SOURCE:
+                error = type(error)(f"{error}. Did you mean recv(src={x})?")
             raise self._explained("recv", error) from error.__cause__
 
     @operation

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
+from mpdist.comm import Communicator
 from mpdist.errors import UsageError
 from mpdist.torch.waiting import finish
-
-if TYPE_CHECKING:
-    from mpdist.comm import Communicator
 
 
 class Metrics:
@@ -27,6 +23,8 @@ class Metrics:
     """
 
     def __init__(self, comm: Communicator, *names: str) -> None:
+        if not isinstance(comm, Communicator):
+            raise UsageError(f'Metrics takes a communicator first, Metrics(world, "loss"), got {comm!r}')
         self._comm = comm
         self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
         self._weight = 0.0

@@ -320,6 +320,13 @@ def group_cases() -> Iterator[Case]:
     yield "subgroup: twice the same", lambda comm: comm.subgroup([comm.rank] * 2), InvalidRank, ("subgroup", "twice")
     yield "subgroup: empty", lambda comm: comm.subgroup([]), InvalidRank, ("subgroup", "members")
     yield "timeout: negative", lambda comm: setattr(comm, "timeout", -1), UsageError, ("timeout", "-1")
+    yield (
+        "timeout: a str",
+        lambda comm: setattr(comm, "timeout", "a"),
+        UsageError,
+        ("timeout", "number of seconds", "'a'"),
+    )
+    yield "recv: a rank", lambda comm: comm.recv(1), UnsupportedBuffer, ("recv", "Did you mean recv(src=1)?")
     yield "within: negative", lambda comm: comm.recv(tag=77).within(-1), UsageError, ("within", "-1")
 
 

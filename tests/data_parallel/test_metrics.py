@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import mpdist.torch
-from mpdist import Communicator
+from mpdist import Communicator, UsageError
 
 
 @pytest.mark.ranks(1, 2)
@@ -14,3 +16,9 @@ def test_mean_of_no_samples_is_left_out(comm: Communicator) -> None:
     metrics.add(2, loss=3.0)
     metrics.add(0, loss=float("nan"))
     assert metrics.means() == {"loss": 3.0}
+
+
+def test_forgotten_communicator_is_told() -> None:
+    name: Any = "loss"
+    with pytest.raises(UsageError, match=r"takes a communicator first, Metrics\(world, \"loss\"\), got 'loss'"):
+        mpdist.torch.Metrics(name)

@@ -98,6 +98,17 @@ mpdist.run(wait)
     assert "only this rank could send it, and it is at <string>:" in done.stderr
 
 
+def test_rank_that_only_a_launcher_would_start_is_told() -> None:
+    done = python("mpdist.init().send(np.ones(1), 1)")
+    assert (
+        "dst is 1, the ranks of this communicator are 0 to 0: this program was started without a launcher"
+        in done.stderr
+    )
+    assert "`mpirun -n 2 python ...`" in done.stderr
+    done = python("mpdist.init().dup().wait().send(np.ones(1), 1)")
+    assert done.stderr.rstrip().endswith("the ranks of this communicator are 0 to 0")
+
+
 def test_hooks_are_put_back_by_finalize() -> None:
     text = """
 import threading
