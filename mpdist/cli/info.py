@@ -15,10 +15,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
+from mpdist.algorithms.choose import default_path
 from mpdist.cli.job import ranks_text
 from mpdist.cli.launcher import Launcher, core_count, find_launcher
-from mpdist.config import Config
+from mpdist.config import Config, variable
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
 from mpdist.transport.cuda_aware.question import described
@@ -35,6 +37,7 @@ VARIABLES = (
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_LOCALID"),
 )
 SECRET_VARIABLES = ("MPDIST_RUN",)
+HIDDEN_VARIABLES = ("MPDIST_COMPLETION_",)  # by which a rank tells the process that has started it of its end
 ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
 SHARED_MEMORY = "/dev/shm"
 GIB = 1024**3
@@ -75,7 +78,14 @@ def installation() -> Section:
         SHARED_MEMORY: shared_memory(),
         **{name: version(name) for name in PACKAGES},
         "CuPy": next((version(name) for name in CUPY if version(name) != "-"), "-"),
+        "tuning table": tuning_table(os.environ),
     }
+
+
+def tuning_table(environ: Mapping[str, str]) -> str:
+    """The file that `mpdist bench --tune` has written, and every start reads; `-` if there is none."""
+    path = Path(environ[variable("tuning")]) if environ.get(variable("tuning")) else default_path()
+    return str(path) if path.exists() else "-"
 
 
 def version(package: str) -> str:
@@ -189,7 +199,7 @@ def variables(environ: Mapping[str, str]) -> Section:
     return {
         name: "(set)" if name in SECRET_VARIABLES else value
         for name, value in sorted(environ.items())
-        if name.startswith(VARIABLES)
+        if name.startswith(VARIABLES) and not name.startswith(HIDDEN_VARIABLES)
     }
 
 

@@ -21,6 +21,7 @@ from mpdist.cli.info import (
     mpi_section,
     place_text,
     sharing_text,
+    tuning_table,
     ulfm_text,
     variables,
     version,
@@ -119,8 +120,22 @@ def test_place_is_what_the_launcher_says() -> None:
 
 
 def test_secret_of_the_job_is_not_printed() -> None:
-    shown = variables({"MPDIST_RUN": "secret", "MPDIST_DEBUG": "1", "UCX_TLS": "tcp", "HOME": "x"})
+    shown = variables(
+        {"MPDIST_RUN": "secret", "MPDIST_COMPLETION_FD": "5", "MPDIST_DEBUG": "1", "UCX_TLS": "tcp", "HOME": "x"}
+    )
     assert shown == {"MPDIST_DEBUG": "1", "MPDIST_RUN": "(set)", "UCX_TLS": "tcp"}
+
+
+def test_tuning_table_is_named_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert tuning_table({}) == "-"
+    default, own = tmp_path / "mpdist" / "tuning.json", tmp_path / "own.json"
+    default.parent.mkdir()
+    default.touch()
+    assert tuning_table({}) == str(default)
+    assert tuning_table({"MPDIST_TUNING": str(own)}) == "-"
+    own.touch()
+    assert tuning_table({"MPDIST_TUNING": str(own)}) == str(own)
 
 
 def test_text_is_aligned() -> None:
