@@ -108,6 +108,15 @@ def test_readme_shows_a_first_program_and_an_event_loop() -> None:
     assert ["TaskGroup" in program for program in PROGRAMS] == [False, True]
 
 
+def test_what_the_docs_show_of_an_example_stands_there() -> None:
+    text = (README.parent / "docs" / "gpu.md").read_text()
+    blocks = re.findall(r"\(\.\./examples/(\w+\.py)\)\):\n\n```python\n(.*?)```", text, re.DOTALL)
+    assert [name for name, _ in blocks] == ["gpu_all_reduce.py", "train_digits_ddp.py"]
+    for name, block in blocks:
+        example = (EXAMPLES / name).read_text()
+        assert [line for line in block.splitlines() if line.strip() not in example] == [], name
+
+
 def accuracy_in(line: str) -> float:
     match = re.search(r"test accuracy (\d+\.\d) %", line)
     assert match, line
