@@ -69,9 +69,12 @@ def points(cases: Sequence[Case], op: str, layout: Layout, name: str, least: int
 def fitted(cases: Sequence[Case]) -> Machine:
     """The constants, from the runs of 2 ranks; the link's from 2 nodes with 1 rank each, if there is such a run."""
     pair = Layout(1, 2)
-    message = costs.fit_line(*points(cases, "ping_pong", pair, "raw"))
+    messages = points(cases, "ping_pong", pair, "raw")
+    if len(set(messages[0])) < 2:
+        raise SystemExit("no ping_pong of 2 ranks on one node, in two sizes, with mpi4py's times: --rivals raw")
+    message = costs.fit_line(*messages)
     apart = points(cases, "ping_pong", Layout(2, 1), "raw")
-    link = costs.fit_line(*apart) if apart[0] else NETWORKS["1 Gbit/s"]
+    link = costs.fit_line(*apart) if len(set(apart[0])) > 1 else NETWORKS["1 Gbit/s"]
     columns: list[list[float]] = [[], [], []]  # sigma, mu, gamma
     measured: list[float] = []
     for op, copied, added in (("all_gather", 1.0, 0.0), ("reduce_scatter", 0.0, 0.5), ("all_reduce", 0.5, 0.5)):
@@ -113,8 +116,8 @@ def predictions(cases: Sequence[Case], machine: Machine) -> Iterator[tuple[str, 
 
 def show_fit(machine: Machine) -> None:
     print("Constants, fitted to 2 ranks")
-    print(f"  message in a node   alpha {time_text(machine.message.alpha)}, {1e-9 / machine.message.beta:.3g} GB/s")
-    print(f"  message over a link alpha {time_text(machine.link.alpha)}, {1e-9 / machine.link.beta:.3g} GB/s")
+    print(f"  message in a node   alpha {time_text(machine.message.alpha)}, {bandwidth_text(machine.message.beta)}")
+    print(f"  message over a link alpha {time_text(machine.link.alpha)}, {bandwidth_text(machine.link.beta)}")
     print(f"  adding              {bandwidth_text(machine.gamma)}")
     print(
         f"  shared memory       sigma {time_text(machine.shared.alpha)}, copying {bandwidth_text(machine.shared.beta)}"
@@ -205,6 +208,8 @@ def main() -> None:
     parser.add_argument("--local", type=int, default=2, help="ranks on each node (default 2)")
     parser.add_argument("--step", type=float, default=0.5, help="seconds that one training step computes (default 0.5)")
     options = parser.parse_args()
+    if options.local < 1:
+        parser.error(f"--local is {options.local}; a node has at least 1 rank")
     cases = [case for path in options.files for case in read(path)] or measured()
     machine = fitted(cases)
     show_fit(machine)
