@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import closing, groups
 from mpdist.comm.operation import Operations, operation
 from mpdist.errors import InvalidRank, UsageError
+from mpdist.progress.callback import when_done
 from mpdist.progress.collective import Collective
 from mpdist.progress.work import Work
 
@@ -30,7 +31,15 @@ class Joined(Collective[Any]):
     """A communicator that is being made: await it, or use it in `async with`."""
 
     async def __aenter__(self) -> Any:
-        return await self
+        try:
+            return await self
+        except BaseException:  # the block never begins, so nothing else will end what the others make with this rank
+            when_done(self, Joined._leave_unentered)
+            raise
+
+    def _leave_unentered(self) -> None:
+        if self._error is None and self._result is not None:
+            self._result._leave("the await of its making was cancelled")
 
     async def __aexit__(self, *error: Any) -> None:
         part = self.result()

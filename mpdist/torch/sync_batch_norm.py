@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([gradient.sum(ctx.axes), along])
         _add_up(sums, ctx.group)
         plain, along = (sums / count).unbind(0)
-        result = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
+        result: Tensor = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
             ctx.channels
         )
         return result.to(given.dtype)
