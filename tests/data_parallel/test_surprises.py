@@ -201,12 +201,21 @@ def test_a_closed_wrapper_is_not_trained_and_gives_its_communicator_back(comm: C
         gc.enable()
 
 
-def test_parameters_that_are_other_ones_since_the_wrapping_are_named(comm: Communicator) -> None:
-    with wrapped(mlp(6, 5, 2), comm) as model:
+@pytest.mark.parametrize("has_unused", [False, True])
+@pytest.mark.parametrize("change", ["assigned", "adapted"])
+def test_parameters_that_are_other_ones_since_the_wrapping_are_named(
+    comm: Communicator, change: str, has_unused: bool
+) -> None:
+    net = mlp(6, 5, 2)
+    with wrapped(net, comm, find_unused_parameters=has_unused) as model:
         model(torch.ones(4, 6).double()).sum().backward()
-        state = {name: value.clone() for name, value in model.module.state_dict().items()}
-        model.module.load_state_dict(state, assign=True)
-        with pytest.raises(UsageError, match=r"0\.weight is another tensor since then.*wrap the module after that"):
+        if change == "assigned":
+            net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+        else:
+            net.requires_grad_(False)
+            net.append(nn.Linear(2, 2).double())
+        first = "0" if change == "assigned" else "4"
+        with pytest.raises(UsageError, match=rf"trained, {first}\.weight the first, are other.*wrap the module after"):
             model(torch.ones(4, 6).double()).sum().backward()
 
 

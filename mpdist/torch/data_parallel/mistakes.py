@@ -23,9 +23,9 @@ def fired_twice(slot: Slot) -> UsageError:
 def has_other_parameters(where: str, name: str) -> UsageError:
     """None of the module's parameters is one that is averaged."""
     return UsageError(
-        f"DistributedDataParallel on {where}: backward reached no parameter that was there when the module was "
-        f"wrapped, and {name} is another tensor since then, as load_state_dict(assign=True) makes them; wrap the "
-        "module after that"
+        f"DistributedDataParallel on {where}: all parameters that are trained, {name} the first, are other tensors "
+        "than when the module was wrapped, as load_state_dict(assign=True) makes them, or are new; wrap the module "
+        "after that"
     )
 
 

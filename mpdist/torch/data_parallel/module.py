@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,12 +145,7 @@ class DistributedDataParallel(TorchDataParallel):
         unused = Unused(find_unused_parameters, static_graph, f"'{self.comm.name}' (rank {self.comm.rank})")
         bucket_type = Bucket if gradient_as_bucket_view else PassingBucket
         reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes, bucket_type)
-        known = {id(parameter) for _, parameter in named}
-        reducer.strangers = lambda: [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known and name not in ignored
-        ]
+        reducer.find_stranger = partial(_stranger, module, {id(parameter) for _, parameter in named} | ignored)
         self.reducer = reducer
         weakref.finalize(self, _let_go, reducer, self.comm).atexit = False
 
@@ -347,6 +343,14 @@ class DistributedDataParallel(TorchDataParallel):
 
     def __repr__(self) -> str:
         return f"DistributedDataParallel(over {self.comm.size} ranks of '{self.comm.name}',\n{self.module!r})"
+
+
+def _stranger(module: torch.nn.Module, known: set[object]) -> str | None:
+    """The first parameter that is trained, if it and all others are neither known by their id nor by their name."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if any(id(parameter) in known or name in known for name, parameter in trained):
+        return None
+    return trained[0][0] if trained else None
 
 
 def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:

@@ -86,7 +86,7 @@ class Reducer:
         self.hook: tuple[Hook, object] | None = None
         self.broken = ""
         self.before_start: Callable[[], None] | None = None
-        self.strangers: Callable[[], Sequence[str]] = tuple
+        self.find_stranger: Callable[[], str | None] = lambda: None
         self._all = [
             Slot(index, name, parameter, parameter in sparse_parameters)
             for index, (name, parameter) in enumerate(parameters)
@@ -129,9 +129,18 @@ class Reducer:
                 slot.handle.remove()
                 slot.handle = None
         self.slots = [slot for slot in self._all if slot.handle is not None]
+        if not self.slots:
+            self._check_parameters()
         for index, slot in enumerate(self.slots):
             slot.index = index
         self.forget_buckets()
+
+    def _check_parameters(self) -> None:
+        """Raise where all that is trained are other tensors than when the module was wrapped."""
+        stranger = self.find_stranger()
+        if stranger is not None:
+            self._rest()
+            raise mistakes.has_other_parameters(self._where, stranger)
 
     def forget_buckets(self) -> None:
         """Make the buckets anew at the end of the next backward."""
@@ -336,14 +345,13 @@ class Reducer:
 
     def finish(self) -> None:
         """Backward is over: what is missing is zero; wait for all."""
-        if not self._has_fired() and not self.unused.is_allowed:
-            # Did only this rank reach no parameter, then the number of forwards tells in the next backward.
-            self._rest()
-            self.step -= 1
-            strangers = self.strangers()
-            if strangers:
-                raise mistakes.has_other_parameters(self._where, strangers[0])
-            return
+        if not self._has_fired():
+            self._check_parameters()
+            if not self.unused.is_allowed:
+                # Did only this rank reach no parameter, then the number of forwards tells in the next backward.
+                self._rest()
+                self.step -= 1
+                return
         with torch.no_grad():
             self._close()
 
