@@ -318,14 +318,16 @@ def sparse_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _sparse_on_cpu(x: Any) -> Any:
     if not is_there(x) or not x.is_sparse:
         return on_cpu(x) if is_there(x) else x
-    made = torch.sparse_coo_tensor(on_cpu(x._indices()), on_cpu(x._values()), x.shape)
+    made = torch.sparse_coo_tensor(on_cpu(x._indices()), on_cpu(x._values()), x.shape, check_invariants=False)
     return made._coalesced_(x.is_coalesced())
 
 
 def _there(x: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_sparse:
         return moved(x, ON_DEVICE) if isinstance(x, Tensor) else x
-    made = torch.sparse_coo_tensor(moved(x._indices(), ON_DEVICE), moved(x._values(), ON_DEVICE), x.shape)
+    made = torch.sparse_coo_tensor(
+        moved(x._indices(), ON_DEVICE), moved(x._values(), ON_DEVICE), x.shape, check_invariants=False
+    )
     return made._coalesced_(x.is_coalesced())
 
 
