@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.slots import Slots
 from mpdist.algorithms.shared.spread import Spread
 from mpdist.errors import CommRevoked, MpdistError
-from mpdist.memory.arena import Block
+from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
@@ -153,14 +154,16 @@ class Team:
         self.shared: Neighbours = shared
         self.members = members
         slots = block.offset + HEAD_BYTES, block.offset + HEAD_BYTES + SLOT_BYTES
-        self._spread = Spread(slots, SLOT_BYTES, self._large_slots, LARGE_SLOT_BYTES)
+        # Nothing that this knows knows the team, whose memory is to go with its last use.
+        self._blocks = [block]
+        more = partial(_large_slots, shared.arena, self._blocks)
+        self._spread = Spread(slots, SLOT_BYTES, more, LARGE_SLOT_BYTES)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
         self.rounds = 0
         self._barriers = 0
         self._collectives = 0
         self.last_but_one = 0
-        self._blocks = [block]
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self._mine = self._lines[self.rank]
         self._others = [line for line in self._lines if line is not self._mine]
@@ -386,14 +389,6 @@ class Team:
             self._slots[element.code] = known
         return known
 
-    def _large_slots(self) -> tuple[int, int] | None:
-        """Where large slots of this member's are; None where no memory is left for them."""
-        block = self.shared.arena.allocate(2 * LARGE_SLOT_BYTES)
-        if block is None:
-            return None
-        self._blocks.append(block)
-        return block.offset, block.offset + LARGE_SLOT_BYTES
-
     def _views(self, start: int, nbytes: int, dtype: np.dtype[np.generic]) -> list[Array]:
         count = nbytes // dtype.itemsize
         return [self.shared.array(member.world_rank, member.offset + start, count, dtype) for member in self.members]
@@ -402,6 +397,15 @@ class Team:
         """The other members, beginning with the next: not all read the same one at the same time."""
         for step in range(1, self.size):
             yield (self.rank + step) % self.size
+
+
+def _large_slots(arena: Arena, blocks: list[Block]) -> tuple[int, int] | None:
+    """Where large slots are, of memory that is added to the blocks; None where none is left."""
+    block = arena.allocate(2 * LARGE_SLOT_BYTES)
+    if block is None:
+        return None
+    blocks.append(block)
+    return block.offset, block.offset + LARGE_SLOT_BYTES
 
 
 def assemble(channel: Channel, ranks: Sequence[int]) -> Steps[Team | None]:
