@@ -7,9 +7,8 @@ so it is in the caches where they hold it. Sizes are those of x. Medians in
 microseconds, and what the chosen way takes of mpi4py's blocking call. mpdist/algorithms/shared/either.py has the
 two ways; bench/caches.py shows why now the one and now the other is faster.
 
-With --places: smaller arrays through slots, always in one place of a slot, in few by
-turns that stay in a core's cache, in many, and in those that are chosen
-(mpdist/algorithms/shared/spread.py).
+With --places: smaller arrays through slots, always where a slot begins, by turns in
+many places, and where it is chosen (mpdist/algorithms/shared/spread.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import is_rank, launch, mpi_name  # beside this script
 
 import mpdist
-from mpdist.algorithms.shared.spread import SAMPLES, Spread
+from mpdist.algorithms.shared.spread import Spread
 
 KIB = 1024
 SIZES = (512 * KIB, 1024 * KIB, 2048 * KIB, 4096 * KIB, 8192 * KIB, 16384 * KIB, 65536 * KIB)
@@ -72,26 +71,16 @@ class OnePlace(Spread):
     """Each round where its slot begins."""
 
     def begin(self, side: int, nbytes: int) -> int:
-        return self._few[side]
+        return self._slots[side]
 
 
-class FewPlaces(Spread):
-    """Finds nothing out."""
-
-    wide = False
+class ManyPlaces(Spread):
+    """All rounds in large slots."""
 
     def begin(self, side: int, nbytes: int) -> int:
-        self._round = 2 * SAMPLES
-        self._is_wide = self.wide
         if self._ask is not None:
-            self._many, self._ask = self._ask(), None
-        return super().begin(side, nbytes)
-
-
-class ManyPlaces(FewPlaces):
-    """The same in the large slots."""
-
-    wide = True
+            self._large, self._ask = self._ask(), None
+        return self._next(side, nbytes)
 
 
 async def placed(world: mpdist.Communicator, kind: type[Spread]) -> mpdist.Communicator:
@@ -114,7 +103,6 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     if options.places:
         comms = {
             "one place": await placed(world, OnePlace),
-            "few": await placed(world, FewPlaces),
             "many": await placed(world, ManyPlaces),
             "chosen": await forced(world, True),
         }

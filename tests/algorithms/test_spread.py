@@ -10,16 +10,16 @@ from mpdist.algorithms.shared import spread
 from mpdist.algorithms.shared.spread import CYCLE, LINE_BYTES, SAMPLES, Spread
 
 MIB = 2**20
-FEW_BYTES, MANY_BYTES = MIB, 4 * MIB
-FEW, MANY = (0, FEW_BYTES), (16 * MIB, 16 * MIB + MANY_BYTES)
+SLOT_BYTES, LARGE_BYTES = MIB, 4 * MIB
+SLOTS, LARGE = (0, SLOT_BYTES), (16 * MIB, 16 * MIB + LARGE_BYTES)
 
 
 def made(has_room: bool = True) -> Spread:
-    return Spread(FEW, FEW_BYTES, lambda: MANY if has_room else None, MANY_BYTES)
+    return Spread(SLOTS, lambda: LARGE if has_room else None, LARGE_BYTES)
 
 
 def is_wide(start: int) -> bool:
-    return start >= MANY[0]
+    return start >= LARGE[0]
 
 
 class Machine:
@@ -43,15 +43,17 @@ class Machine:
         return start
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, FEW_BYTES)), max_size=3 * CYCLE), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, SLOT_BYTES)), max_size=3 * CYCLE), st.booleans())
 def test_a_round_lies_in_its_slot_on_lines_of_its_own(rounds: list[tuple[int, int]], has_room: bool) -> None:
     place = made(has_room)
     for side, nbytes in rounds:
         start = place.begin(side, nbytes)
         place.end(nbytes)
         assert start % LINE_BYTES == 0
-        slot, size = (MANY[side], MANY_BYTES) if is_wide(start) else (FEW[side], FEW_BYTES)
-        assert slot <= start <= slot + size - nbytes
+        if is_wide(start):
+            assert LARGE[side] <= start <= LARGE[side] + LARGE_BYTES - nbytes
+        else:
+            assert start == SLOTS[side]
         assert has_room or not is_wide(start)
 
 
@@ -64,7 +66,7 @@ def test_all_of_a_slot_is_used_where_what_others_have_is_slow_to_write(
         machine.write(place, nbytes)
     usual = {machine.write(place, nbytes) for _ in range(CYCLE - 2 * SAMPLES)}
     assert all(map(is_wide, usual))
-    assert len(usual) == min(2 * MANY_BYTES // nbytes, CYCLE - 2 * SAMPLES)
+    assert len(usual) == min(2 * LARGE_BYTES // nbytes, CYCLE - 2 * SAMPLES)
     machine.factor = 1.2  # moved to cores that share a cache
     for _ in range(2 * SAMPLES):
         machine.write(place, nbytes)
@@ -79,13 +81,13 @@ def test_where_others_keep_it_a_place_is_not_taken_again_at_once(monkeypatch: py
 
 def test_larger_slots_are_asked_for_when_enough_rounds_have_come_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(FEW, FEW_BYTES, lambda: asked.append(1), MANY_BYTES)
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOTS, lambda: asked.append(1), LARGE_BYTES)
     for _ in range(SAMPLES):
         machine.write(place, 262144)
     assert not asked
     starts = {machine.write(place, 262144) for _ in range(3 * CYCLE)}
     assert asked == [1]
-    assert starts == {slot + number * 262144 for slot in FEW for number in range(4)}
+    assert starts == set(SLOTS)
 
 
 def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

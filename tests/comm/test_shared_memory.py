@@ -232,7 +232,7 @@ async def test_sizes_around_the_thresholds(comm: Communicator, chosen: Way, call
             await call(Case(made, "mixed", nbytes // 8, "float64", "sum", nbytes % comm.size))
 
 
-@pytest.mark.parametrize("gain", [0, 100], ids=["few", "many"])
+@pytest.mark.parametrize("gain", [0, 100], ids=["slots", "large slots"])
 @pytest.mark.parametrize("is_scarce", [False, True], ids=["", "scarce on one"])
 @pytest.mark.parametrize("forcing", [CHOSEN, SHARED, SLOTS, CHANGING], ids=str)
 async def test_rounds_in_any_place_of_their_slots(

@@ -1,16 +1,16 @@
-"""Spread: in which place of its slot a member shows a round.
+"""Spread: in which place a member shows a round.
 
 To write what another core has in its cache takes three to five times as long as
 to write what it has lost, where the two share no cache: each line must first be
-taken from it. Reading is quick either way. So successive rounds take successive
-places, by turns:
+taken from it. Reading is quick either way. So a round begins
 
-    few     of a slot that stays in a core's own cache: best where cores share a cache
-    many    so many that the others have lost a place before it is written again: best where they don't
+    in its slot         which stays in a core's own cache: best where cores share a cache
+    in a large one      by turns in so many places that the others have lost one before it is written again:
+                        best where they don't
 
 A virtual machine may be moved from the one to the other at any time. Each member
 times its own writing now and then, and tells the others where a round begins, so
-that members need not agree. bench/caches.py.
+that members need not agree. bench/caches.py, bench/ways.py --places.
 """
 
 from __future__ import annotations
@@ -37,26 +37,14 @@ Starts = tuple[int, int]
 class Spread:
     """Where one member's rounds begin."""
 
-    __slots__ = (
-        "_ask",
-        "_began",
-        "_few",
-        "_few_bytes",
-        "_is_wide",
-        "_many",
-        "_many_bytes",
-        "_round",
-        "_times",
-        "_turns",
-    )
+    __slots__ = ("_ask", "_began", "_is_wide", "_large", "_large_bytes", "_round", "_slots", "_times", "_turns")
 
-    def __init__(self, few: Starts, few_bytes: int, many: Callable[[], Starts | None], many_bytes: int) -> None:
-        """Take slots of `few_bytes`, the most that a round shows, and what gives larger ones, if there is memory."""
-        self._few = few
-        self._few_bytes = few_bytes
-        self._ask: Callable[[], Starts | None] | None = many
-        self._many: Starts | None = None
-        self._many_bytes = many_bytes
+    def __init__(self, slots: Starts, large: Callable[[], Starts | None], large_bytes: int) -> None:
+        """Take the slots, and what gives large ones of so many bytes, if there is memory; it is asked once."""
+        self._slots = slots
+        self._ask: Callable[[], Starts | None] | None = large
+        self._large: Starts | None = None
+        self._large_bytes = large_bytes
         self._is_wide = False
         self._round = -1
         self._turns = [0, 0]
@@ -65,22 +53,26 @@ class Spread:
 
     def begin(self, side: int, nbytes: int) -> int:
         """Where the next round of `nbytes` begins, an even or an odd one; it is written from now until `end`."""
-        width = nbytes + -nbytes % LINE_BYTES or LINE_BYTES
         self._round = count = (self._round + 1) % CYCLE
-        self._turns[side] = turn = self._turns[side] + 1
         if count >= 2 * SAMPLES:
             self._began = 0.0
-            if self._is_wide and self._many is not None:
-                return self._many[side] + turn % (self._many_bytes // width) * width
-            return self._few[side] + turn % (self._few_bytes // width) * width
-        start = self._few[side]
+            return self._next(side, nbytes) if self._is_wide else self._slots[side]
+        start = self._slots[side]
         if count >= SAMPLES:
             if self._ask is not None:
-                self._many, self._ask = self._ask(), None
-            if self._many is not None:
-                start = self._many[side] + turn % (self._many_bytes // width) * width
+                self._large, self._ask = self._ask(), None
+            start = self._next(side, nbytes)
         self._began = perf_counter()
         return start
+
+    def _next(self, side: int, nbytes: int) -> int:
+        """The next place of a large slot, or the slot where there is none."""
+        large = self._large
+        if large is None:
+            return self._slots[side]
+        width = nbytes + -nbytes % LINE_BYTES or LINE_BYTES
+        self._turns[side] = turn = self._turns[side] + 1
+        return large[side] + turn % (self._large_bytes // width) * width
 
     def end(self, nbytes: int) -> None:
         """The round has been written."""

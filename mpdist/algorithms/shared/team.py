@@ -157,7 +157,7 @@ class Team:
         # Nothing that this knows knows the team, whose memory is to go with its last use.
         self._blocks = [block]
         more = partial(_large_slots, shared.arena, self._blocks)
-        self._spread = Spread(slots, SLOT_BYTES, more, LARGE_SLOT_BYTES)
+        self._spread = Spread(slots, more, LARGE_SLOT_BYTES)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
         self.rounds = 0
