@@ -9,7 +9,7 @@ core, and the kernel's copies suffer least. This decides whether two ranks' priv
 arrays go through slots (mpdist/algorithms/shared/pace.py), and it is what the fast
 and slow states of a virtual machine differ in. A block that is written in many
 places by turns has left the other core's cache before a place is written again:
-so small all_reduces are spread (mpdist/algorithms/shared/small.py). Runs without MPI.
+so rounds through slots are spread (mpdist/algorithms/shared/spread.py). Runs without MPI.
 """
 
 from __future__ import annotations

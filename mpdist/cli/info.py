@@ -84,8 +84,12 @@ def installation() -> Section:
 
 def tuning_table(environ: Mapping[str, str]) -> str:
     """The file that `mpdist bench --tune` has written, and every start reads; `-` if there is none."""
-    path = Path(environ[variable("tuning")]) if environ.get(variable("tuning")) else default_path()
-    return str(path) if path.exists() else "-"
+    named = environ.get(variable("tuning"))
+    try:
+        path = Path(named) if named else default_path()
+        return str(path) if path.exists() else "-"
+    except (OSError, RuntimeError):  # a home that cannot be searched, or none: no start reads it either
+        return "-"
 
 
 def version(package: str) -> str:

@@ -37,7 +37,7 @@ class Pair:
             taken: so many elements the other shows.
             words: in which a member tells up to which round it has shown its part, and read the other's.
             before: the round in these words before the first.
-            nbytes: what is shown in a round at the most; it fits into a place of a slot.
+            nbytes: what is shown in a round at the most; it fits into a slot.
         """
         self._team = team
         self._all = shown

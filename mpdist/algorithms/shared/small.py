@@ -29,7 +29,7 @@ SPREAD_BYTES = 16 * 1024
 class SmallAllReduce:
     """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
 
-    __slots__ = ("_call", "_call_at", "_folder", "_nbytes", "_number", "_out", "_slots", "_team", "_why", "_x")
+    __slots__ = ("_call", "_call_at", "_folder", "_number", "_out", "_slots", "_team", "_why", "_x")
 
     def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
         self._team: Team | None = team
@@ -39,7 +39,6 @@ class SmallAllReduce:
         self._out = self._x if out is x else out.array()
         team.rounds = self._number = number = team.rounds + 1
         self._slots = team.slots(x.element)
-        self._nbytes = x.nbytes
         self._call = call_word("all_reduce", x.nbytes, number)
         self._call_at = SMALL_AT + (number & 1)
         team.small.append(self)
@@ -53,10 +52,10 @@ class SmallAllReduce:
 
     def _stage(self, team: Team) -> None:
         side, x = self._number & 1, self._x
-        if self._nbytes < SPREAD_BYTES:
+        if x.nbytes < SPREAD_BYTES:
             np.copyto(self._slots.inputs[side][team.rank][: x.size], x)
         else:
-            self._slots.show(side, self._nbytes, (0, x))
+            self._slots.show(side, x.nbytes, (0, x))
         team.note(self._call_at, self._call)
         team.tell(STAGED, self._number)
 
@@ -80,7 +79,7 @@ class SmallAllReduce:
             self._fail(team)
         # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
         side, count = number & 1, self._x.size
-        if self._nbytes < SPREAD_BYTES:
+        if self._x.nbytes < SPREAD_BYTES:
             sources = [slot[:count] for slot in self._slots.inputs[side]]
         else:
             sources = [self._slots.shown(side, member)[:count] for member in range(team.size)]

@@ -12,8 +12,8 @@ up to which round it has
 
 A slot is used every second round, so it may be written in round r when all have
 consumed round r - 2; how a round that itself has several keeps to that: `either`.
-A member that is ahead by a round disturbs nobody. In which part of its slot a
-round lies each member tells: `spread`.
+A member that is ahead by a round disturbs nobody. Where its round begins, in the
+slot or in a larger one in its place, each member tells: `spread`.
 
 Members that call something else than the others are found by what each tells of
 its call. Where rounds still match all fail together and go on; where they don't,

@@ -112,7 +112,9 @@ class Reducer:
         """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
         if self._hooks_seen != RemovableHandle.next_id:  # a number for each hook of torch
             for slot in self._all:
-                slot.be_last_hook(_hook(self, slot))
+                if slot.handle is not None and slot.has_later_hooks():
+                    slot.handle.remove()
+                    slot.handle = _register(slot.parameter, _hook(self, slot))
             self._hooks_seen = RemovableHandle.next_id
         flags = [slot.parameter.requires_grad for slot in self._all]
         has_new_types = any(

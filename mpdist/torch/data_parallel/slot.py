@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -41,12 +40,10 @@ class Slot:
         self.due = 1
         self.is_large = False
 
-    def be_last_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Run after all hooks that have been registered on the parameter."""
+    def has_later_hooks(self) -> bool:
+        """Whether hooks have been registered on the parameter after this one's, and so would run after it."""
         hooks = self.parameter._post_accumulate_grad_hooks
-        if self.handle is not None and next(reversed(hooks)) != self.handle.id:
-            self.handle.remove()
-            self.handle = self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return bool(self.handle is not None and next(reversed(hooks)) != self.handle.id)
 
     def has_other_hooks(self) -> bool:
         """Whether hooks besides this one's run where the gradient is complete."""
