@@ -11,12 +11,12 @@ from mpdist.bench.sizes import size_text, time_text
 from mpdist.errors import Unavailable
 
 GIGA = 1e9
-WIDTH = 150
+WIDTH = 112
 """Columns of the screen that no figure is cut at; a narrower terminal wraps the lines."""
 
 COLUMNS = (
-    *("size", "mpdist", "p95", "comm.empty", "mpi4py", "gloo"),
-    *("/ mpi4py", "comm.empty\n/ mpi4py", "/ gloo", "GB/s", "bus GB/s", "mpi4py's"),
+    *("size", "mpdist", "p95", "comm.\nempty", "mpi4py", "gloo"),
+    *("mpdist /\nmpi4py", "empty /\nmpi4py", "mpdist /\ngloo", "GB/s", "bus\nGB/s", "mpi4py's"),
 )
 
 
@@ -38,10 +38,11 @@ def show(cases: Sequence[Case], stream: IO[str] | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title(cases), title_justify="left", caption_justify="left", caption=CAPTION, box=SIMPLE_HEAD)
+    table = Table(title=title(cases), caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 0), show_edge=False)
+    table.title_justify = table.caption_justify = "left"
     table.add_column("operation", no_wrap=True)
     for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     previous = None
     for case in cases:
         if previous not in (None, case.op):
