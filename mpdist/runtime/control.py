@@ -63,7 +63,7 @@ MOST_FAILURES = 3
 Pair = tuple["Work[Any]", Operation]
 
 
-class Control(threading.Thread):
+class Control:
     """The control thread of this rank.
 
     Attributes:
@@ -82,11 +82,12 @@ class Control(threading.Thread):
                 then limits are kept, and nobody is asked.
             on_stuck: called once, on this thread, with the reason, when only finished ranks could set this one going.
         """
-        super().__init__(name="mpdist-control", daemon=True)
         self.finished: dict[int, Mapping[str, int]] = {}
         self.handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {}
         self.expected = 0
         self._unhandled: list[tuple[int, dict[str, Any]]] = []  # their handler is still to come
+        # Held, not inherited from: its private names, of which Python adds new ones, are not to meet ours.
+        self._thread = threading.Thread(target=self._run, name="mpdist-control", daemon=True)
         self._engine = engine
         self._mail = None if transport is None else Mail(transport)
         self._rank = engine.meeting.rank
@@ -112,7 +113,7 @@ class Control(threading.Thread):
     def start(self) -> None:
         """Start; a lone rank that reports nothing starts its thread with the first limit that is set."""
         if not self._is_alone or self._config.report_after > 0:
-            super().start()
+            self._thread.start()
 
     def announce_finished(self) -> None:
         """This rank's main program has ended: all ranks are told, if the job goes on."""
@@ -135,8 +136,8 @@ class Control(threading.Thread):
         self._engine.on_limit = None
         self._ending = True
         self._wake.set()
-        if self.is_alive():
-            self.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _limit_changed(self, work: Work[Any] | None) -> None:
         """The Engine's hook: a Work has got a limit, or a communicator a timeout."""
@@ -147,14 +148,14 @@ class Control(threading.Thread):
             self._wake.set()
         elif self._watch.limit(work) < self._wakes_at:
             self._wake.set()
-        if self._is_alone and not self.is_alive():
+        if self._is_alone and not self._thread.is_alive():
             with self._starting:
-                if self.ident is None:
-                    super().start()
+                if self._thread.ident is None:
+                    self._thread.start()
 
     # ------------------------------------------------------------------ the thread
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Look for letters and late operations until `stop`."""
         while not self._ending:
             try:
