@@ -103,6 +103,11 @@ class Arrival:
         self._meeting.inbox.receive(receive)
         return receive
 
+    @property
+    def missing(self) -> list[int]:
+        """Who has not come yet."""
+        return [self._src]
+
     def Test(self) -> bool:
         own = (self._src, self._name)
         while own not in self._kept:

@@ -8,19 +8,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mpdist.algorithms.devices.joining import can_join
+from mpdist.algorithms.node import make_node
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
 from mpdist.comm.collectives import Collectives
-from mpdist.comm.groups import Groups
+from mpdist.comm.groups import Groups, Joined
 from mpdist.comm.objects import Objects
 from mpdist.comm.straight import IPC_FROM
 from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
+from mpdist.progress.callback import when_done
 from mpdist.progress.channel import Channel
 from mpdist.progress.exporting import exports_of
 from mpdist.progress.shown import showing
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 # How many communicators have each name that a program gives. Members meet by name, so one name must not mean two.
 _taken = Counter(["world"])
+
+# By name, to be found by members that ask for its node.
+_alive: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 
 
 class Communicator(Objects, Collectives, Groups):
@@ -65,6 +71,8 @@ class Communicator(Objects, Collectives, Groups):
         self._subgroups_made = {}
         self._owner_pid = os.getpid()
         self._node: Communicator | None = None
+        self._making: Joined | None = None
+        _alive[name] = self
 
     @classmethod
     def from_mpi4py(cls, comm: object, name: str = "mpi4py") -> Communicator:
@@ -106,13 +114,41 @@ class Communicator(Objects, Collectives, Groups):
 
     @property
     def node(self) -> Communicator:
-        """The communicator of the members on this node; the first access is collective over them, and blocks."""
+        """The communicator of the members on this node; the first access is collective over them, and blocks.
+
+        Ranks may access those of several communicators in any order.
+        """
         if self._node is None:
-            neighbours = self._neighbours()
-            world_ranks = [self.ranks[rank] for rank in neighbours]
-            transport = self._channel.engine.maker.subgroup(world_ranks, 0)
-            self._node = self._member(transport, f"{self.name}/node{self.ranks[neighbours[0]]}")
+            work = self._making or self._make_node()
+            self._channel.engine.wait(work)
+            self._node_made(work)
+            work.result()
+            assert self._node is not None
         return self._node
+
+    def _make_node(self) -> Joined:
+        self._channel.check_usable("node")
+        neighbours = self._neighbours()
+        world_ranks = [self.ranks[rank] for rank in neighbours]
+        meeting = self._channel.engine.meeting
+        make = self._maker(f"{self.name}/node{self.ranks[neighbours[0]]}")
+        steps = make_node(meeting, world_ranks, self.name, make, _take_part)
+        words = f"of '{self.name}'"
+        self._making = work = Joined(meeting, "node", steps, lambda: words)
+        meeting.post_apart(work)
+        when_done(work, self._node_made)
+        return work
+
+    def _node_made(self, work: Joined) -> None:
+        """It is made, or will not be: then the next access tries again."""
+        if self._making is not work:
+            return
+        self._making = None
+        if work._error is not None:
+            return
+        self._node = node = work._result
+        if self._channel.is_closed:
+            node._leave("the communicator whose node it is was closed")
 
     @property
     def timeout(self) -> float | None:
@@ -170,3 +206,10 @@ class Communicator(Objects, Collectives, Groups):
     def __repr__(self) -> str:
         state = ", closed" if self._channel.is_closed else ""
         return f"<Communicator {self._channel.where()}{state}>"
+
+
+def _take_part(name: str) -> None:
+    """Another member waits for the node of this communicator: it may hold up what this rank waits for."""
+    comm = _alive.get(name)
+    if comm is not None and comm._node is None and comm._making is None and not comm._channel.broken:
+        comm._make_node()

@@ -124,8 +124,7 @@ def _needs(work: Work[Any]) -> tuple[Kind, list[int]]:
         return Kind.SEND, [work.dst]
     if work.sequence:
         return Kind.COLLECTIVE, everyone
-    arrival = getattr(getattr(work, "_request", None), "_receive", None)  # a subgroup meets by messages
-    return Kind.RECEIVE, [] if arrival is None else [arrival.src]
+    return Kind.RECEIVE, getattr(getattr(work, "_request", None), "missing", [])[:1]  # what is made meets by messages
 
 
 def _is_moving(work: Work[Any]) -> bool:

@@ -171,6 +171,54 @@ async def test_node_holds_the_ranks_of_this_machine(comm: Communicator) -> None:
     assert await total(comm.node) == sum(comm.node.ranks)
 
 
+async def test_nodes_of_two_communicators_may_be_asked_for_in_different_order(comm: Communicator) -> None:
+    """A rank that waits in one of them keeps the other from nobody, and gets none of its messages."""
+    a, b = await comm.dup(), await comm.dup()
+    for part in (a, b) if comm.rank % 2 else (b, a):
+        assert part.node.name.startswith(f"{part.name}/node")
+    for part, mark in ((a, 1), (b, 100)):
+        x = np.array([mark])
+        await part.node.all_reduce(x)
+        assert x[0] == mark * comm.local_size
+        await part.close()
+
+
+async def test_nodes_of_communicators_of_different_members_may_be_asked_for_in_different_order(
+    comm: Communicator,
+) -> None:
+    pairs = [pair for pair in combinations(range(comm.size), 2) if comm.rank in pair]
+    parts = [await comm.subgroup(pair) for pair in pairs]
+    turned = parts[comm.rank % max(len(parts), 1) :] + parts[: comm.rank % max(len(parts), 1)]
+    for part in reversed(turned):
+        assert part.node.ranks == tuple(part.ranks[rank] for rank in part._neighbours())
+    for part in parts:
+        assert await total(part.node) == sum(part.node.ranks)
+        await part.close()
+
+
+async def test_two_tasks_may_ask_for_nodes_of_their_own_communicators(comm: Communicator) -> None:
+    """Which comes first depends on the rank."""
+
+    async def use(part: Communicator, mark: int, is_second: bool) -> None:
+        if is_second:
+            await asyncio.sleep(0)
+        x = np.array([mark])
+        await part.node.all_reduce(x)
+        assert x[0] == mark * comm.local_size
+        await part.close()
+
+    a, b = await comm.dup(), await comm.dup()
+    is_even = comm.rank % 2 == 0
+    await asyncio.gather(use(a, 1, is_even), use(b, 100, not is_even))
+
+
+async def test_a_node_is_refused_by_a_closed_communicator(comm: Communicator) -> None:
+    part = await comm.dup()
+    await part.close()
+    with pytest.raises(mpdist.ClosedError, match="node on"):
+        _ = part.node
+
+
 async def test_closing_a_communicator_closes_its_node(comm: Communicator) -> None:
     part = await comm.dup()
     node = part.node
