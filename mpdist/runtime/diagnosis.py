@@ -32,6 +32,11 @@ def missing(operation: Operation, answers: Answers) -> list[int]:
     return [rank for rank in operation.peers if rank not in answers or not _has_posted(operation, answers[rank])]
 
 
+def _members(operation: Operation, answers: Answers) -> Answers:
+    """Those of its communicator's members: others are asked too, where a rank waits in several communicators."""
+    return {rank: answer for rank, answer in answers.items() if rank in operation.members}
+
+
 def _has_posted(operation: Operation, answer: Answer) -> bool:
     posted = answer.channel(operation).posted
     return posted is not None and posted >= operation.sequence
@@ -41,7 +46,7 @@ def mismatch(operation: Operation, answers: Answers) -> CollectiveMismatch | Non
     """The calls of all ranks, where they cannot be one collective."""
     if operation.kind is not Kind.COLLECTIVE:
         return None
-    posted = {operation.rank_in(rank): answer.call(operation) for rank, answer in answers.items()}
+    posted = {operation.rank_in(rank): answer.call(operation) for rank, answer in _members(operation, answers).items()}
     calls = {rank: call.call for rank, call in posted.items() if call is not None}
     return mismatch_error(operation.name, operation.sequence, calls)
 
@@ -107,7 +112,7 @@ def _alone(operation: Operation, answers: Answers) -> list[str]:
 
 def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> list[str]:
     """How far a collective is that all ranks have called."""
-    calls = {rank: answer.call(operation) for rank, answer in answers.items()}
+    calls = {rank: answer.call(operation) for rank, answer in _members(operation, answers).items()}
     gone = [rank for rank, call in calls.items() if call is None or call.seconds is None]
     if gone:
         have = "has" if len(gone) == 1 else "have"

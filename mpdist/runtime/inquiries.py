@@ -91,9 +91,19 @@ class Inquiries:
         return True
 
     def conclude(self) -> None:
-        """Act on those that are over."""
+        """Act on those that are over: on all, also where one fails.
+
+        Raises:
+            ExceptionGroup: of those that have failed.
+        """
         now = monotonic()
         over = [inquiry for inquiry in self._open if not inquiry.missing or now >= inquiry.end]
         self._open = [inquiry for inquiry in self._open if inquiry not in over]
+        errors = []
         for inquiry in over:
-            inquiry.then(inquiry)
+            try:
+                inquiry.then(inquiry)
+            except Exception as error:  # raised below
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("inquiries have failed", errors)

@@ -123,6 +123,19 @@ def test_different_calls_in_one_place_are_named() -> None:
     assert "it is being carried out" not in explain(COLLECTIVE, answers | {3: answered(3, CALL)})
 
 
+def test_ranks_that_are_no_members_have_no_part_in_it() -> None:
+    """They are asked about operations of other communicators."""
+    part = replace(COLLECTIVE, members=(1, 2), own=1, peers=(1,))
+    elsewhere = {"world@9": ChannelState(7)}
+    answers = {0: replace(answered(None), channels=elsewhere), 2: answered(3, CALL)}
+    assert mismatch(part, answers) is None
+    assert explain(part, answers | {1: answered(2, BEFORE)}).splitlines()[0] == "    arrived: rank 1"
+    assert explain(part, answers | {1: answered(3, CALL)}).splitlines() == [
+        "    arrived: ranks 0-1",
+        "    all ranks have called it: it is being carried out",
+    ]
+
+
 def test_who_has_gone_on_is_told() -> None:
     waiting = {rank: answered(3, CALL) for rank in range(4)}
     assert explain(COLLECTIVE, waiting).splitlines() == [
