@@ -41,7 +41,7 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _distance(frame: FrameType) -> int:
-    """How far from the user's own program: 1 an installed package, 2 mpdist and Python's library."""
+    """Of one frame, see `distance`; 2: mpdist and Python's library."""
     path = frame.f_code.co_filename
     if is_ours(path):
         return 2
@@ -50,9 +50,14 @@ def _distance(frame: FrameType) -> int:
     return 2 if path.startswith(_LIBRARY) else 0
 
 
+def distance(frames: Iterable[FrameType]) -> int:
+    """How far the nearest of the frames is from the user's own program: 0 in it, 1 an installed package, 2 beyond."""
+    return min(map(_distance, frames), default=2)
+
+
 def is_users(frames: Iterable[FrameType]) -> bool:
     """Whether one of the frames is of the user's program, or of a package that it uses."""
-    return any(_distance(frame) < 2 for frame in frames)
+    return distance(frames) < 2
 
 
 def describe(frames: Iterable[FrameType]) -> str:

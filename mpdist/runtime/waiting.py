@@ -16,7 +16,7 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from mpdist.debug.lines import describe, is_users, outward
+from mpdist.debug.lines import describe, distance, is_users, outward
 from mpdist.debug.uncollected import uncollected
 from mpdist.progress.collective import Collective
 from mpdist.progress.engine import Engine
@@ -68,13 +68,15 @@ class Waits:
 @uncollected
 def place(engine: Engine) -> str:
     """`train.py:36 in load_batch: time.sleep(60)`: where the main thread, or the main task, is."""
-    loop = _running_loop(engine)
     frames = sys._current_frames()
+    loop, current = _running_loop(engine), frames.get(engine._loop_thread)
+    if loop is None:  # of this Engine's; before its first operation it knows none
+        current = frames.get(_main_thread())
+        loop = _loop_of(current)
     if loop is None:
-        return _line_of_thread(frames.get(_main_thread()))
-    current = frames.get(engine._loop_thread)
+        return _line_of_thread(current)
     if asyncio.current_task(loop) is None:
-        task = _main_task(current)
+        task = _main_task(current) or _foremost_task(loop)
         if task is not None:
             chain = list(_awaited(task))
             if chain:
@@ -193,6 +195,30 @@ def _main_task(frame: FrameType | None) -> asyncio.Task[Any] | None:
             if isinstance(task, asyncio.Task):
                 return task
     return None
+
+
+def _loop_of(frame: FrameType | None) -> asyncio.AbstractEventLoop | None:
+    """The loop that the thread runs, if that can be seen."""
+    task = _main_task(frame)
+    if task is not None:
+        return task.get_loop()
+    for each in outward(frame):
+        if each.f_code is asyncio.BaseEventLoop.run_forever.__code__:
+            loop = each.f_locals.get("self")
+            return loop if isinstance(loop, asyncio.AbstractEventLoop) else None
+    return None
+
+
+def _foremost_task(loop: asyncio.AbstractEventLoop) -> asyncio.Task[Any] | None:
+    """In a loop that runs for ever: of the tasks nearest to the user's program the oldest."""
+    tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
+    return min(tasks, key=lambda task: (distance(_awaited(task)), _number(task)), default=None)
+
+
+def _number(task: asyncio.Task[Any]) -> int:
+    """Which one it is, by the name that asyncio gives; 0 where it was given another."""
+    kind, _, number = task.get_name().partition("-")
+    return int(number) if kind == "Task" and number.isdecimal() else 0
 
 
 def _awaited(task: asyncio.Task[Any]) -> Iterator[FrameType]:

@@ -6,14 +6,16 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
 import pytest
 
 import mpdist
-from mpdist.runtime.waiting import Waits, waits
+from mpdist.progress.engine import Engine
+from mpdist.runtime.waiting import Waits, place, waits
 
 # What it looks at are the threads of the process and what is in its loop: other modules leave some there.
 pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]
@@ -174,3 +176,41 @@ async def test_a_callback_of_an_operation_may_set_a_task_going(comm: Comm) -> No
     assert {waiter.work.op for waiter in seen.together} == {"recv", "messages"}
     assert len(seen.together) == 3
     assert all(receive.cancel() for receive in both)
+
+
+# ---------------------------------------------------------------------- the line
+
+
+def in_a_loop_that_runs_for_ever(main: Coroutine[object, object, None]) -> None:
+    loop = asyncio.new_event_loop()
+    beside = loop.create_task(asyncio.sleep(600))  # older, and not of the user's program
+    task = loop.create_task(main)
+    task.add_done_callback(lambda _: loop.stop())
+    loop.run_forever()
+    task.result()
+    beside.cancel()
+    loop.run_until_complete(asyncio.wait([beside]))
+    loop.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, in_a_loop_that_runs_for_ever])
+def test_the_line_is_known_before_the_first_operation(run: Callable[[Coroutine[object, object, None]], None]) -> None:
+    engine, found = Engine(), []
+
+    async def load_batch() -> None:
+        loop, task, over = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+        assert task is not None
+
+        def look() -> None:
+            while task._fut_waiter is None or asyncio.current_task(loop) is not None:
+                time.sleep(0.001)  # in another thread: nothing tells it
+            found.append(place(engine))
+            loop.call_soon_threadsafe(over.set)
+
+        watcher = threading.Thread(target=look, name="mpdist-watcher")
+        watcher.start()
+        await over.wait()
+        watcher.join()
+
+    run(load_batch())
+    assert re.search(r"test_waiting.py:\d+ in load_batch: await over.wait\(\)$", found[0]), found
