@@ -132,6 +132,7 @@ class Groups(Operations):
 
         Messages that nobody has received are reported on stderr; iterators over `messages` end. Where it refuses
         use because its ranks may be out of step, or others have left it by an exception, it is closed here only.
+        Sends whose await has ended early, by a timeout perhaps, are completed before.
 
         Returns:
             A Work of None, done when all members have called it.
@@ -143,8 +144,8 @@ class Groups(Operations):
         if channel.broken and not channel.is_closed:
             self._leave("it was closed")
             return Closed(channel)
-        listening = set(channel.inbox.listeners())
-        pending = [work for work in channel.unfinished() if work not in listening]
+        completed = {*channel.inbox.listeners(), *channel.abandoned_sends()}
+        pending = [work for work in channel.unfinished() if work not in completed]
         if pending:
             listed = "; ".join(work.describe() for work in pending[:4])
             raise UsageError(f"{len(pending)} operations are pending ({listed}); await or cancel them before")

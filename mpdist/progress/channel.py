@@ -266,6 +266,11 @@ class Channel:
         """All pending Works of this communicator, but its closing."""
         return [work for work in self.engine.pending() if work._channel is self and work.op != "close"]
 
+    def abandoned_sends(self) -> list[Work[Any]]:
+        """Pending sends that perhaps nobody can await any more."""
+        works = self.unfinished()
+        return [work for work in works if work._is_abandoned and not isinstance(work, Collective)]
+
     def is_within_program(self) -> bool:
         """Whether the caller was called by a collective's program; the caller holds the Engine's lock."""
         return any(work._steps is not None and work._steps.gi_running for work in self.collectives)  # type: ignore[attr-defined]  # it is a generator

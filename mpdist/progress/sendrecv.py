@@ -32,8 +32,10 @@ class SendReceive(Wrapped[Message]):
             return
         error = self._receive._error
         if error is not None and not self._receive._cancelled:
+            self._send._abandon()
             self._fail(self._receive._seen_error())
         elif self._receive._cancelled:
+            self._send._abandon()
             self._withdraw()
         elif self._send._done:
             if self._send._error is not None:
@@ -58,6 +60,7 @@ class SendReceive(Wrapped[Message]):
     def _expire(self, error: BaseException) -> None:
         """It took too long: the receive is withdrawn, the send goes on."""
         self._fail(error)
+        self._send._abandon()
         self._receive._abandon()
 
     def cancel(self, msg: object = None) -> bool:

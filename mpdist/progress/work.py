@@ -64,6 +64,8 @@ class Work(Generic[T]):
     _unseen: Unseen | None = None
     _looked_at = False
     """Whether somebody has got the result or the error; then a receive does not give its message back."""
+    _is_abandoned = False
+    """Whether an await of it ended early: perhaps nobody holds it any more."""
     limit: float | None = None
     """Seconds it may take, counted from `since`; None: the communicator's timeout."""
     since: float | None = None
@@ -203,6 +205,7 @@ class Work(Generic[T]):
 
     def _abandon(self) -> None:
         """The await ended early; sends and collectives go on without it."""
+        self._is_abandoned = True
 
     def _expire(self, error: BaseException) -> None:
         """It took too long; what MPI still needs stays in the Engine's table."""

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from mpdist import CollectiveMismatch, Communicator
+from mpdist import CollectiveMismatch, Communicator, MessageTruncated, UsageError
 from mpdist.algorithms import meeting
 from mpdist.progress import wire
 
@@ -79,6 +79,32 @@ async def test_a_communicator_of_the_node_is_left_empty_too(
     async with comm.dup() as part, part.subgroup(part.node.ranks) as other:
         await other.send(np.ones(1), after(other), 3)
         assert (await other.recv(tag=3)).data == [1]
+
+
+async def test_sends_whose_await_has_ended_early_are_completed(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody may have their Works; others are to be awaited."""
+    part, x, sends = await comm.dup(), np.ones(SIZES[-1]), []
+    if comm.rank == 0 < comm.size - 1:
+        cancelled, failed, kept = part.sendrecv(x, 1, tag=1), part.sendrecv(x, 1, np.zeros(1), 0, 2), part.send(x, 1, 3)
+        await part.send(np.zeros(2), 0, 2)
+        sends = [cancelled._send, failed._send, kept]  # type: ignore[attr-defined]  # SendReceives
+        with pytest.raises(MessageTruncated):
+            await failed
+        for work in (cancelled, kept):
+            with pytest.raises(UsageError, match="operations are pending"):
+                part.close()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await work
+        await part.recv(tag=2)
+    assert not any(work.done() for work in sends)
+    await comm.barrier()
+    await part.close()
+    assert all(work.exception() is None for work in sends)
+    if comm.rank == 1:
+        assert "is closed with 3 messages that nobody received" in capfd.readouterr().err
 
 
 async def test_only_members_that_have_spoken_are_heard_of(comm: Communicator) -> None:
