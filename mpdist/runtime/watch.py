@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.config import Config
 from mpdist.progress.collective import Collective
+from mpdist.progress.receive import Receive
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
@@ -123,6 +124,8 @@ class Watch:
         report_after = self._config.report_after
         internal = self._engine.meeting
         for work in snapshot(self._engine):
+            if _is_idle(work):
+                continue
             if work.since is None:
                 work.since = now
                 continue
@@ -153,6 +156,11 @@ class Watch:
                 alive.append(entry)
         heapq.heapify(alive)
         self._deadlines = alive
+
+
+def _is_idle(work: Work[Any]) -> bool:
+    """Whether it is an iterator over messages to which none has come: that is no wait."""
+    return isinstance(work, Receive) and work.is_listener and work.order > 0
 
 
 def _is_internal(work: Work[Any], meeting: object) -> bool:

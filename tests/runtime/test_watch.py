@@ -9,6 +9,8 @@ from typing import Any, cast
 from mpdist.config import Config
 from mpdist.progress.collective import Collective
 from mpdist.progress.engine import Engine
+from mpdist.progress.mailbox import ANY
+from mpdist.progress.receive import Receive
 from mpdist.progress.work import Work
 from mpdist.runtime.watch import LONGEST_SCAN, Late, Watch
 
@@ -104,6 +106,18 @@ def test_each_long_wait_is_found_once() -> None:
     found = look_for(watch, 0.3)
     assert sorted(map(id, found.long)) == sorted(map(id, works))
     assert found.expired == []
+
+
+def test_a_listener_waits_only_for_a_message_that_has_met_it() -> None:
+    engine, watch, channel = make(timeout=0, report_after=0.05)
+    listener = Receive(channel, None, ANY, ANY)
+    listener.is_listener = True
+    listener.order = 1  # it is in the mailbox
+    engine.active.append(listener)
+    assert look_for(watch, 0.2).long == []
+    listener.order = -1
+    assert watch.look().long == []  # it counts from now
+    assert look_for(watch, 0.3).long == [listener]
 
 
 def test_many_pending_operations_are_looked_at_seldom() -> None:
