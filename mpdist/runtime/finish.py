@@ -11,7 +11,6 @@ import sys
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from mpdist.progress.collective import Collective
 from mpdist.progress.receive import Receive
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ SHOWN = 4
 def drain(engine: Engine, timeout: float | None = None) -> bool:
     """Complete all sends and collectives of this rank; False if one took longer than `timeout` seconds.
 
-    Receives may stay: nobody waits for them. So may collectives on communicators that this rank has left, see
+    Receives may stay: nobody waits for them. So may what is pending on communicators that this rank has left, see
     `drain_left`.
     """
     return all(engine.wait(work, timeout) for work in unfinished(engine) if not _is_left(work))
@@ -37,8 +36,8 @@ def drain(engine: Engine, timeout: float | None = None) -> bool:
 def drain_left(engine: Engine) -> None:
     """Complete, once all ranks have agreed, what all have begun on communicators that they have left.
 
-    A rank that leaves one by an exception drops what has not begun there yet, though others may have begun it: they
-    would wait for ever.
+    A rank that leaves one by an exception drops what has not begun there yet, though others may have begun it, and
+    receives no more: they would wait for ever.
     """
     end = monotonic() + ALONE_SECONDS
     for work in unfinished(engine):
@@ -46,7 +45,7 @@ def drain_left(engine: Engine) -> None:
 
 
 def _is_left(work: Work[Any]) -> bool:
-    return isinstance(work, Collective) and work._channel.is_closed and work.op != "close"
+    return work._channel.is_closed and work.op != "close"
 
 
 def unfinished(engine: Engine) -> list[Work[Any]]:

@@ -72,6 +72,15 @@ def test_message_of_another_tag_ends_the_job(how: str, reason: str) -> None:
     assert ended.seconds < START_SECONDS + PROMISED_SECONDS
 
 
+def test_messages_in_a_communicator_that_was_left_are_waited_for_by_nobody() -> None:
+    ended = run("bare", 2, ENDING, "left_with_sends")
+    assert ended.status == 0
+    told = (
+        "'world/dup1' (rank 1 of 2) is closed with 1 messages that nobody received: int64 x 4194304 from rank 0, tag 1"
+    )
+    assert ended.err.splitlines() == [f"mpdist: {told}"]
+
+
 def test_wait_for_a_collective_that_others_have_left_ends_the_job() -> None:
     ended = run("bare", 2, ENDING, "left_by_others")
     assert ended.status == 1

@@ -181,6 +181,28 @@ def left():
     mpdist.run(main)
 
 
+def left_with_sends():
+    """All ranks have left, one after the other; of two messages each receives the second before."""
+
+    async def main(world):
+        comm = await world.dup()
+        after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        with contextlib.suppress(KeyError):
+            async with comm:
+                for tag in (1, 2):
+                    comm.send(np.arange(LARGE), after, tag)
+                if world.rank == 0:
+                    raise KeyError
+                await world.recv(src=before)
+                assert (await comm.recv(src=before, tag=2)).data[-1] == LARGE - 1
+                raise KeyError
+        await world.send(np.ones(1), after)
+        if world.rank == 0:
+            await world.recv(src=before)
+
+    mpdist.run(main)
+
+
 def left_by_others():
     """One rank waits for what the others have dropped."""
 
