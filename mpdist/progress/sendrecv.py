@@ -67,4 +67,6 @@ class SendReceive(Wrapped[Message]):
         return self._receive.cancel(msg)
 
     def details(self) -> str:
-        return f"{self._send.describe()} and {self._receive.describe()}"
+        if self._send._done:
+            return f"{self._receive.details()} (its send is done)"
+        return f"{self._send.details()}, and {self._receive.details()}"

@@ -98,6 +98,8 @@ def explain(operation: Operation, answers: Answers) -> str:
     if late and operation.advice:
         lines.append(operation.advice)
     lines += _alone(operation, answers)
+    if operation.queued:
+        lines.append(_queued(operation))
     return "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
 
 
@@ -107,7 +109,7 @@ def _alone(operation: Operation, answers: Answers) -> list[str]:
     if len(operation.members) > 1 or here is None or operation.kind is Kind.COLLECTIVE:
         return []
     what = "send it" if operation.kind is Kind.RECEIVE else "receive it"
-    return [f"only this rank could {what}, and it is at {here.place}{_queued(operation)}"]
+    return [f"only this rank could {what}, and it is at {here.place}"]
 
 
 def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> list[str]:
@@ -233,7 +235,8 @@ def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: 
     instead = _instead(operation, {each: finished[each].channel(operation) for each in ranks if each in finished})
     advice = f"; {operation.advice}" if operation.advice else ""
     whom = f"{operation.ranks_text(ranks)}, {have}{instead}"
-    return f"rank {rank} waits in {operation.text}{place} for {whom}{_queued(operation)}{advice}"
+    queued = f"; {_queued(operation)}" if operation.queued else ""
+    return f"rank {rank} waits in {operation.text}{place} for {whom}{queued}{advice}"
 
 
 def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:
@@ -262,8 +265,6 @@ def _called(operation: Operation, states: Mapping[int, ChannelState]) -> str:
 
 
 def _queued(operation: Operation) -> str:
-    """`; queued here: float32 x 3 from rank 0, tag 1`."""
-    if not operation.queued:
-        return ""
+    """`queued here: float32 x 3 from rank 0, tag 1`."""
     more = len(operation.queued) - MOST_MESSAGES
-    return f"; queued here: {', '.join(operation.queued[:MOST_MESSAGES])}{f' and {more} more' if more > 0 else ''}"
+    return f"queued here: {', '.join(operation.queued[:MOST_MESSAGES])}{f' and {more} more' if more > 0 else ''}"

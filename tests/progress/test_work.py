@@ -374,6 +374,21 @@ async def test_cancelling_sendrecv_withdraws_its_receive(comm: Communicator) -> 
     await comm.barrier()
 
 
+async def test_a_sendrecv_says_of_what_it_is_made(comm: Communicator) -> None:
+    sizes = {1: "from 1, tag 1 (its send is done)", 500_000: "to 1, tag 1, and from 1, tag 1"}
+    for count, details in sizes.items():
+        if comm.rank == 0:
+            work = comm.sendrecv(np.zeros(count), 1, tag=1)
+            if count == 1:
+                await work._send  # type: ignore[attr-defined]  # a SendReceive
+            assert work.describe() == f"sendrecv {details} on {comm._channel.where()}"
+        await comm.barrier()
+        if comm.rank == 0:
+            await work
+        elif comm.rank == 1:
+            await comm.sendrecv(np.zeros(1), 0, tag=1)
+
+
 async def test_a_cancelled_sendrecv_is_over_at_once_where_only_its_send_is_on_its_way(comm: Communicator) -> None:
     if comm.rank == 1:
         await comm.send(np.arange(3), 0, 1)

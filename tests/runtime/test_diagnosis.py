@@ -233,6 +233,9 @@ def test_messages_that_came_unasked_are_told() -> None:
         "which has finished; queued here: float32 x 3 from rank 1, tag 0"
     )
     assert stuck_text(0, replace(TAGGED, queued=queued), [1], {1: done(0)}).endswith("tag 3 and 2 more")
+    lines = explain(replace(TAGGED, queued=queued[:1]), {0: answered(0), 1: answered(0)}).splitlines()
+    assert len(lines) == 2
+    assert lines[1] == "    queued here: float32 x 3 from rank 1, tag 0"
 
 
 def test_advice_comes_with_ranks_that_are_missing() -> None:
