@@ -25,6 +25,7 @@ from mpdist.gradients.packing import Packing, maker_like
 from mpdist.gradients.talk import Conversation, Talk
 from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
 from mpdist.memory.accelerator import accelerator_of
+from mpdist.progress.collective import take_over
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
@@ -53,8 +54,8 @@ class GradientAverager:
         await averager
     ```
 
-    While a step is under way nothing else may use collectives on `comm`: give it `comm.dup()` of its own where
-    something does.
+    Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does. While a step is under way
+    nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does.
 
     Attributes:
         order: indices of the arrays in the order of the buckets, the same on all ranks; None before it is known.
@@ -166,6 +167,8 @@ class GradientAverager:
     def _start_full(self) -> None:
         assert self._buckets is not None
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            started = [bucket.work for bucket in self._buckets[: self._started] if bucket.work is not None]
+            take_over(self._comm._channel, "all_reduce", started)  # another task may have called `ready`
             self._buckets[self._started].start(self._comm)
             self._started += 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -230,8 +230,8 @@ def line_of(place: Place | None) -> str:
     return code.co_filename
 
 
-def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> None:
-    """Raise if another task's collective is pending: the tasks' order may differ between ranks."""
+def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None, own: Sequence[Work[Any]] = ()) -> None:
+    """Raise if another task's collective, none of `own`, is pending: the tasks' order may differ between ranks."""
     if task is None:
         return
     try:
@@ -240,7 +240,7 @@ def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> Non
     except IndexError:  # another thread has driven
         return
     for other in list(channel.collectives):  # another thread may drive
-        if other._done or other.task is None or other.task is task or other.task.done():
+        if other._done or other.task is None or other.task is task or other.task.done() or other in own:
             continue
         here = line_of(user_place())
         channel.give_up("two tasks used collectives on it at the same time")
@@ -249,3 +249,19 @@ def check_task(channel: Channel, op: str, task: asyncio.Task[Any] | None) -> Non
             f"{other.task.get_name()!r} ({other.site}) is pending: the order may differ between ranks, and "
             "collectives match by order; give each task its own communicator: `async with await comm.dup()`"
         )
+
+
+def take_over(channel: Channel, op: str, own: Sequence[Work[Any]]) -> None:
+    """Pass collectives, in whose order the ranks agree, to the running task, which is about to post the next of them.
+
+    Raises:
+        UsageError: another task's collective, none of these, is pending.
+    """
+    loop = asyncio._get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if task is None:
+        return
+    check_task(channel, op, task, own)
+    for work in own:
+        if isinstance(work, Collective) and not work._done:
+            work.task = task

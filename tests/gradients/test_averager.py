@@ -139,6 +139,67 @@ async def test_cancelled_await_goes_on_where_it_stopped(comm: Communicator) -> N
         np.testing.assert_allclose(x, mean, rtol=1e-15)
 
 
+async def _result(averager: GradientAverager) -> list[np.ndarray]:
+    return await averager
+
+
+@pytest.mark.ranks(2, 3)
+async def test_another_task_may_end_a_step(comm: Communicator) -> None:
+    """That of asyncio.gather does, and before Python 3.12 that of asyncio.wait_for."""
+    arrays = filled(0, comm.rank)
+    async with comm.dup() as own:
+        averager = GradientAverager(own, arrays, bucket_bytes=1)
+        await averager
+        for step in range(3):
+            for x, value in zip(arrays, filled(step, comm.rank), strict=True):
+                x[...] = value
+            if comm.rank:
+                await comm.barrier()
+            averager.ready(len(arrays) - 1)
+            averager.ready(len(arrays) - 2)
+            ending = asyncio.create_task(_result(averager))
+            if not comm.rank:
+                await asyncio.sleep(0)  # all buckets are posted, and the others have not begun
+                await comm.barrier()
+            await ending
+            for x, mean in zip(arrays, averages(step, comm.size), strict=True):
+                np.testing.assert_allclose(x, mean, rtol=1e-15)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_a_collective_beside_another_tasks_end_of_a_step_is_refused(comm: Communicator) -> None:
+    async with comm.dup() as own:
+        averager = GradientAverager(own, filled(0, comm.rank), bucket_bytes=1)
+        await averager
+        if comm.rank:
+            await comm.barrier()
+            await averager
+            return
+        averager.ready(len(SHAPES) - 1)
+        ending = asyncio.create_task(_result(averager))
+        await asyncio.sleep(0)
+        with pytest.raises(UsageError, match=r"barrier .* while all_reduce of task .* is pending"):
+            own.barrier()
+        await comm.barrier()
+        await ending
+
+
+@pytest.mark.ranks(2, 3)
+async def test_end_of_a_step_beside_another_tasks_collective_is_refused(comm: Communicator) -> None:
+    async with comm.dup() as own:
+        averager = GradientAverager(own, filled(0, comm.rank), bucket_bytes=1)
+        await averager
+        if comm.rank:
+            await comm.barrier()
+        averager.ready(len(SHAPES) - 1)
+        barrier = own.barrier()
+        if not comm.rank:
+            with pytest.raises(UsageError, match=r"all_reduce .* while barrier of task .* is pending"):
+                await asyncio.create_task(_result(averager))
+            await comm.barrier()
+        await barrier
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
