@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpdist.errors import SizeMismatch, Unavailable, UsageError
+from mpdist.errors import MpdistError, SizeMismatch, Unavailable, UsageError
 from mpdist.gradients.agreement import agree_on_order, check_descriptions
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
@@ -55,7 +55,8 @@ class GradientAverager:
     ```
 
     Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does. While a step is under way
-    nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does.
+    nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does. Has a reduction
+    failed, the end of the step raises its error, arrays may or may not hold their average, and the next step begins.
 
     Attributes:
         order: indices of the arrays in the order of the buckets, the same on all ranks; None before it is known.
@@ -120,6 +121,7 @@ class GradientAverager:
             raise UsageError(f"index is {index}, the arrays are 0 to {len(self._arrays) - 1}")
         with self._lock:
             if self._is_ready[index]:
+                self._comm._channel.check_usable("ready")
                 raise UsageError(
                     f"{self._names[index]} was ready before in this step; await the averager between two steps"
                 )
@@ -183,13 +185,17 @@ class GradientAverager:
         return self._end().wait(timeout)
 
     def _end(self) -> Conversation[list[Any]]:
-        if self._ending is None:
+        if self._ending is None or self._ending.is_broken_off:
             self._ending = Conversation(self._finish())
         return self._ending
 
     def _finish(self) -> Talk[list[Any]]:
         if self._buckets is None:
-            yield from self._agree()
+            try:
+                yield from self._agree()
+            except MpdistError:
+                self._forget_step()
+                raise
         try:
             for index, place in enumerate(self._places):
                 if not place.is_entered:
@@ -200,11 +206,24 @@ class GradientAverager:
         except BaseException:
             self._ending = None  # and may be again
             raise
+        yield from self._reduced()
+        return self._collect()
+
+    def _reduced(self) -> Talk[None]:
+        """All reductions are over, the failed ones too: none of them uses the buckets any more."""
         assert self._buckets is not None
+        failure: MpdistError | None = None
         for bucket in self._buckets:
             assert bucket.work is not None
-            yield bucket.work
-        return self._collect()
+            try:
+                yield bucket.work
+            except MpdistError as error:
+                failure = failure or error
+                if self._comm._channel.broken:  # the others may never be over; and there is no next step
+                    raise failure from None
+        if failure is not None:
+            self._forget_step()
+            raise failure
 
     def _agree(self) -> Talk[None]:
         """The end of the first step: compare the arrays, and make the buckets in the order of all ranks."""
@@ -239,14 +258,17 @@ class GradientAverager:
             self._leave(x, buffer, place)
             for x, buffer, place in zip(self._arrays, self._buffers, self._places, strict=True)
         ]
-        assert self._buckets is not None
-        for bucket in self._buckets:
+        self._forget_step()
+        self._ending = None
+        return results
+
+    def _forget_step(self) -> None:
+        """No array is ready."""
+        for bucket in self._buckets or ():
             bucket.reset()
         self._seen.clear()
         self._is_ready = [False] * len(self._arrays)
         self._started = 0
-        self._ending = None
-        return results
 
     def _leave(self, x: object, buffer: Buffer, place: Place) -> Any:
         if not buffer.readonly:

@@ -99,3 +99,24 @@ async def test_a_bad_argument_of_the_root_reaches_all_ranks(checked: mpdist.Comm
     with pytest.raises(mpdist.UsageError, match="axis 0 must be a multiple"):
         await checked.scatter(np.ones(checked.size + 1), 0)
     await checked.barrier()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_an_averager_goes_on_after_a_mismatch(checked: mpdist.Communicator, steps: int) -> None:
+    """Also where the ranks had not agreed on the order before."""
+    x = np.empty(3)
+    averager = mpdist.GradientAverager(checked, [x], op="sum")
+    for step in range(steps + 3):
+        x[:] = checked.rank + step
+        if step != steps:
+            averager.ready(0)
+            await averager
+            assert x.tolist() == [checked.size * ((checked.size - 1) / 2 + step)] * 3
+            continue
+        if checked.rank == checked.size - 1:
+            with pytest.raises(mpdist.CollectiveMismatch):
+                await checked.barrier()
+            continue
+        averager.ready(0)
+        with pytest.raises(mpdist.CollectiveMismatch):
+            await averager

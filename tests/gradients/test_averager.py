@@ -200,6 +200,100 @@ async def test_end_of_a_step_beside_another_tasks_collective_is_refused(comm: Co
         await barrier
 
 
+# ---------------------------------------------------------------------- what has failed
+
+
+class Fragile:
+    """A sum that fails for arrays of `count` elements."""
+
+    count = -1
+
+    def __call__(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if a.size == self.count:
+            raise ZeroDivisionError("it broke")
+        return a + b
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_step_after_one_that_failed(comm: Communicator, everywhere: bool) -> None:
+    arrays, op = filled(0, comm.rank), Fragile()
+    averager = GradientAverager(comm, arrays, bucket_bytes=1, op=op)
+    for step, count in enumerate([-1, 10, -1, 1000, -1]):
+        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
+            x[...] = value
+        op.count = count if everywhere or comm.rank == 0 else -1
+        for index in range(len(arrays)):
+            averager.ready(index)
+        if op.count > 0:
+            with pytest.raises(mpdist.CommunicationError, match="ZeroDivisionError: it broke"):
+                averager.wait()
+            continue
+        averager.wait()
+        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
+            np.testing.assert_allclose(x, mean * comm.size, rtol=1e-15)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_a_failed_step_is_over_when_all_its_messages_are(comm: Communicator) -> None:
+    """They use the memory of the buckets; and a cancelled await does not make the failure forgotten."""
+    arrays, op = [np.full(count, float(comm.rank)) for count in (1, 2)], Fragile()
+    averager = GradientAverager(comm, arrays, bucket_bytes=1, op=op)
+    averager.ready(0)
+    await averager
+    op.count = 1
+    averager.ready(0)
+    if comm.rank == 0:
+        averager.ready(1)
+        assert averager._buckets is not None
+        first, second = (bucket.work for bucket in averager._buckets)
+        assert first is not None
+        assert second is not None
+        ending = asyncio.create_task(_result(averager))
+        await asyncio.wait([first])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not ending.done()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert not second.done()
+        await asyncio.gather(*(comm.send(np.zeros(0), rank) for rank in range(1, comm.size)))
+    else:
+        await comm.recv(src=0)
+    with pytest.raises(mpdist.CommunicationError, match="it broke"):
+        await averager
+    op.count = -1
+    arrays[0][:] = arrays[1][:] = 1
+    assert [x.tolist() for x in await averager] == [[comm.size], [comm.size] * 2]
+
+
+@pytest.mark.ranks(2, 3)
+async def test_where_the_communicator_is_lost_a_step_ends_with_the_first_failure(comm: Communicator) -> None:
+    arrays, op = [np.full(count, float(comm.rank)) for count in (1, 2)], Fragile()
+    async with comm.dup() as own:
+        averager = GradientAverager(own, arrays, bucket_bytes=1, op=op)
+        averager.ready(0)
+        await averager
+        op.count = 1
+        averager.ready(0)
+        if comm.rank == 0:
+            averager.ready(1)  # the others answer later
+            own._channel.give_up("so a test wants it")
+            for _ in range(2):
+                with pytest.raises(mpdist.CommunicationError, match="it broke"):
+                    await averager
+            with pytest.raises(mpdist.ClosedError, match="cannot be used any more: so a test wants it"):
+                averager.ready(0)
+            await asyncio.gather(*(comm.send(np.zeros(0), rank) for rank in range(1, comm.size)))
+            assert averager._buckets is not None
+            await averager._buckets[1].work
+            return
+        await comm.recv(src=0)
+        with pytest.raises(mpdist.CommunicationError, match="it broke"):
+            await averager
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
