@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
 from mpdist.gradients.averager import GradientAverager
+from mpdist.gradients.talk import Conversation, Talk
 from mpdist.gradients.tree import Tree, leaves_of, with_leaves
 
 if TYPE_CHECKING:
@@ -17,22 +18,20 @@ if TYPE_CHECKING:
 
 
 class Averaging:
-    """A tree that is being averaged: await it, or wait for it."""
+    """A tree that is being averaged: await it, or wait for it, any number of times: it is averaged once."""
 
     def __init__(self, averager: GradientAverager, tree: Tree) -> None:
-        self._averager = averager
-        self._tree = tree
+        self._conversation = Conversation(_averaged(averager, tree))
         self._is_waited_for = False
 
     def __await__(self) -> Generator[Any, None, Tree]:
         self._is_waited_for = True
-        results = yield from self._averager.__await__()
-        return with_leaves(self._tree, iter(results))
+        return self._conversation.__await__()
 
     def wait(self, timeout: float | None = None) -> Tree:
         """The same where no event loop runs; `timeout` in seconds is for each message."""
         self._is_waited_for = True
-        return with_leaves(self._tree, iter(self._averager.wait(timeout)))
+        return self._conversation.wait(timeout)
 
     def __del__(self) -> None:
         if not self._is_waited_for and not sys.is_finalizing():
@@ -45,6 +44,11 @@ class Averaging:
             )
 
 
+def _averaged(averager: GradientAverager, tree: Tree) -> Talk[Tree]:
+    results = yield from averager.step_end()
+    return with_leaves(tree, iter(results))
+
+
 def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compress: str | None = None) -> Averaging:
     """Average all arrays of a tree over the ranks, in few messages.
 
@@ -55,8 +59,8 @@ def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compr
         op, compress: as GradientAverager has them.
 
     Returns:
-        An awaitable of a tree of the same form. Arrays that can be written hold the result and are in it; immutable
-        ones (JAX) have come back new.
+        An awaitable of a tree of the same form, however often it is awaited the same. Arrays that can be written hold
+        the result and are in it; immutable ones (JAX) have come back new.
 
     Raises:
         UsageError: a part of the tree is of a type that cannot be made anew.

@@ -186,10 +186,11 @@ class GradientAverager:
 
     def _end(self) -> Conversation[list[Any]]:
         if self._ending is None or self._ending.is_broken_off:
-            self._ending = Conversation(self._finish())
+            self._ending = Conversation(self.step_end())
         return self._ending
 
-    def _finish(self) -> Talk[list[Any]]:
+    def step_end(self) -> Talk[list[Any]]:
+        """What an await does, as a talk."""
         if self._buckets is None:
             try:
                 yield from self._agree()

@@ -364,6 +364,17 @@ def test_average_without_a_loop(comm: Communicator) -> None:
     assert np.all(x == (comm.size - 1) / 2)
 
 
+async def test_average_that_is_awaited_twice_averages_once(comm: Communicator) -> None:
+    x = np.full(3, float(comm.rank))
+    averaging = mpdist.average(comm, [x, np.broadcast_to(x[:1], (1,))], op="sum")
+    result = await averaging
+    total = sum(range(comm.size))
+    for _ in range(2):
+        assert await averaging is result
+        assert result[0] is x
+        assert [each.tolist() for each in result] == [[total] * 3, [total]]
+
+
 async def test_average_of_read_only_arrays_comes_back_new(comm: Communicator) -> None:
     x = np.full((2, 3), float(comm.rank))
     x.flags.writeable = False
