@@ -74,6 +74,6 @@ def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compr
         raise UsageError(
             f"a part of the tree cannot be made anew with other arrays: {error}; take lists, tuples or dicts"
         ) from error
-    averager = GradientAverager(comm, arrays, op=op, compress=compress, names=[path for path, _ in leaves])
+    averager = GradientAverager(comm, arrays, op=op, compress=compress, names=[path or "tree" for path, _ in leaves])
     averager.order = list(range(len(leaves)))  # all are here: nothing is to be learned
     return Averaging(averager, tree)

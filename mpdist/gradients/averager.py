@@ -9,6 +9,7 @@ only watches: its order decides the buckets.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -87,13 +88,21 @@ class GradientAverager:
         Raises:
             UnsupportedBuffer: an array cannot be communicated.
             Unavailable: the library that copies from and to the array's device is missing.
-            UsageError: the op does not fit an array's type, or there is no such compression.
+            UsageError: the op does not fit an array's type, there is no such compression, or another argument is wrong.
         """
-        if bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+        try:
+            is_size = bool(bucket_bytes >= 1)
+        except (TypeError, ValueError):
+            is_size = False
+        if not is_size:
+            raise UsageError(f"bucket_bytes is {bucket_bytes!r}; it must be a positive number")
         self._comm = comm
         self._arrays = list(arrays)
         self._names = [f"array {index}" for index in range(len(self._arrays))] if names is None else list(names)
+        if len(self._names) != len(self._arrays):
+            raise UsageError(
+                f"got {len(self._names)} names for {len(self._arrays)} arrays; give one for each, or none at all"
+            )
         self._buffers = [_described(x, name) for x, name in zip(self._arrays, self._names, strict=True)]
         reduce_op = as_op(op)
         self._packings: dict[Kind, Packing] = {
@@ -117,8 +126,12 @@ class GradientAverager:
         Args:
             array: in place of the one given before: of the same shape and type. It is used from now on.
         """
-        if not 0 <= index < len(self._arrays):
-            raise UsageError(f"index is {index}, the arrays are 0 to {len(self._arrays) - 1}")
+        try:
+            is_known = 0 <= operator.index(index) < len(self._arrays)
+        except TypeError:
+            is_known = False
+        if not is_known:
+            raise UsageError(f"index is {index!r}, the arrays are 0 to {len(self._arrays) - 1}")
         with self._lock:
             if self._is_ready[index]:
                 self._comm._channel.check_usable("ready")

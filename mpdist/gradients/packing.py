@@ -70,7 +70,7 @@ def wire_element(element: Element, compress: str | None) -> Element:
     """
     if compress is None:
         return element
-    if compress not in COMPRESSED:
+    if not isinstance(compress, str) or compress not in COMPRESSED:
         raise UsageError(f"compress is {compress!r}; it must be 'float16', 'bfloat16' or None")
     return COMPRESSED[compress] if element.name in ("float32", "float64") else element
 

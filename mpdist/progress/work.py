@@ -131,7 +131,11 @@ class Work(Generic[T]):
         The text says who is waited for. A receive is withdrawn and all stays usable; after a
         collective the communicator refuses further use, for its ranks are out of step.
         """
-        if not seconds > 0:
+        try:
+            is_positive = bool(seconds > 0)
+        except (TypeError, ValueError):
+            is_positive = False
+        if not is_positive:
             raise UsageError(f"within() needs a positive number of seconds, got {seconds!r}")
         self.limit = seconds
         self.since = monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -305,6 +306,15 @@ async def test_ready_twice_is_refused(comm: Communicator) -> None:
     await averager
 
 
+@pytest.mark.parametrize("index", [-1, 1, "a", None, 0.5])
+async def test_an_index_of_no_array_is_refused(comm: Communicator, index: int) -> None:
+    averager = GradientAverager(comm, [np.zeros(3)])
+    with pytest.raises(UsageError, match=re.escape(f"index is {index!r}, the arrays are 0 to 0")):
+        averager.ready(index)
+    averager.ready(np.int64(0))  # type: ignore[arg-type]  # an integer
+    await averager
+
+
 async def test_another_shape_is_refused(comm: Communicator) -> None:
     averager = GradientAverager(comm, [np.zeros(3)], names=["weight"])
     with pytest.raises(SizeMismatch, match=r"weight is float64 \(4,\), it was float64 \(3,\)"):
@@ -335,7 +345,11 @@ def test_error_is_raised_again(comm: Communicator) -> None:
     [
         ([np.zeros(2, np.int32)], {}, "avg"),
         ([np.zeros(2)], {"compress": "int8"}, "compress is 'int8'"),
+        ([np.zeros(2)], {"compress": ["float16"]}, r"compress is \['float16'\]; it must be 'float16'"),
         ([np.zeros(2)], {"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ([np.zeros(2)], {"bucket_bytes": "x"}, "bucket_bytes is 'x'; it must be a positive number"),
+        ([np.zeros(2)], {"names": ["a", "b"]}, "got 2 names for 1 arrays; give one for each"),
+        ([np.zeros(2)] * 2, {"names": ["a"]}, "got 1 names for 2 arrays"),
         ([np.zeros((4, 4))[:, 1]], {}, "array 0: "),
         ([3.0], {}, "array 0: "),
     ],
@@ -411,6 +425,11 @@ async def test_tree_that_cannot_be_made_anew_is_refused_before_anything_is_sent(
         mpdist.average(comm, tree)
     assert comm._channel.sequence == posted
     assert tree[0].tolist() == [comm.rank] * 2
+
+
+async def test_a_tree_that_is_no_array_is_called_tree(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"^tree: got a str; needed an array"):
+        mpdist.average(comm, "abc")
 
 
 @pytest.mark.ranks(2, 3)

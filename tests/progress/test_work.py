@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from typing import Any
 
 import numpy as np
@@ -489,6 +490,15 @@ async def test_a_limit_that_is_kept_changes_nothing(comm: Communicator) -> None:
     await comm.send(np.ones(1), peer(comm), 1).within(20)
     message, total, nothing = await asyncio.gather(*works)
     assert (message.count, total[0], nothing) == (1, 2, None)
+
+
+@pytest.mark.parametrize("seconds", ["x", None, 0, -1, float("nan"), [1]])
+async def test_a_limit_that_is_no_time_is_refused(comm: Communicator, seconds: float) -> None:
+    work = comm.recv(tag=5)
+    with pytest.raises(mpdist.UsageError, match=re.escape(f"needs a positive number of seconds, got {seconds!r}")):
+        work.within(seconds)
+    assert work.limit is None
+    assert work.cancel()
 
 
 # ---------------------------------------------------------------------- failures that nobody sees
