@@ -126,6 +126,23 @@ class GradientAverager:
         Args:
             array: in place of the one given before: of the same shape and type. It is used from now on.
         """
+        self._note(index)
+        try:
+            if array is not None:
+                self._replace(index, array)
+            if self._buckets is not None:
+                self._enter(index)
+            else:
+                self._follow(index)
+        except BaseException:
+            if self._buckets is None or not self._places[index].is_entered:
+                with self._lock:
+                    self._is_ready[index] = False
+                    self._seen.remove(index)
+            raise
+
+    def _note(self, index: int) -> None:
+        """The array is ready in this step, and was not before; raises UsageError."""
         try:
             is_known = 0 <= operator.index(index) < len(self._arrays)
         except TypeError:
@@ -140,19 +157,6 @@ class GradientAverager:
                 )
             self._is_ready[index] = True
             self._seen.append(index)
-        try:
-            if array is not None:
-                self._replace(index, array)
-            if self._buckets is not None:
-                self._enter(index)
-            else:
-                self._follow(index)
-        except BaseException:
-            if self._buckets is None or not self._places[index].is_entered:
-                with self._lock:
-                    self._is_ready[index] = False
-                    self._seen.remove(index)
-            raise
 
     def _follow(self, index: int) -> None:
         """An array of a device is copied at the end of the first step: let that wait for what is queued now."""
@@ -250,21 +254,24 @@ class GradientAverager:
         yield from check_descriptions(self._comm, "arrays", texts)
         if self.order is None:
             self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
-        sizes = [self._wire_bytes(buffer) for buffer in self._buffers]
+        self._make_buckets(self.order)
+
+    def _make_buckets(self, order: Sequence[int]) -> None:
         kinds = [_kind(buffer) for buffer in self._buffers]
+        sizes = [
+            buffer.count * self._packings[kind].wire.itemsize for buffer, kind in zip(self._buffers, kinds, strict=True)
+        ]
         places: dict[int, tuple[Place, Bucket]] = {}
         buckets = []
-        for group in assign_buckets(sizes, kinds, self.order, self._bucket_bytes):
+        for group in assign_buckets(sizes, kinds, order, self._bucket_bytes):
             kind = kinds[group[0]]
             make = Bucket if kind.device.is_host else partial(DeviceBucket, kind.device)
-            buckets.append(make(self._comm, self._packings[kind], [self._buffers[index] for index in group]))
-            places |= {index: (place, buckets[-1]) for index, place in zip(group, buckets[-1].places, strict=True)}
+            bucket = make(self._comm, self._packings[kind], [self._buffers[index] for index in group])
+            buckets.append(bucket)
+            places |= {index: (place, bucket) for index, place in zip(group, bucket.places, strict=True)}
         self._buckets = buckets
         self._places = [places[index][0] for index in range(len(self._arrays))]
         self._homes = [places[index][1] for index in range(len(self._arrays))]
-
-    def _wire_bytes(self, buffer: Buffer) -> int:
-        return buffer.count * self._packings[_kind(buffer)].wire.itemsize
 
     def _collect(self) -> list[Any]:
         """Copy the results out, and be ready for the next step."""
