@@ -25,9 +25,16 @@ def filled(step: int, rank: int, dtype: str = "float64") -> list[np.ndarray]:
     return [np.full(shape, (index + 1) * (rank + 1) + step, dtype) for index, shape in enumerate(SHAPES)]
 
 
-def averages(step: int, size: int) -> list[float]:
+def refill(arrays: list[np.ndarray], step: int, rank: int) -> None:
+    for x, value in zip(arrays, filled(step, rank), strict=True):
+        x[...] = value
+
+
+def check(arrays: list[np.ndarray], step: int, size: int) -> None:
+    """They hold the mean of what the ranks had in this step."""
     mean_rank = (size + 1) / 2
-    return [(index + 1) * mean_rank + step for index in range(len(SHAPES))]
+    for index, (x, shape) in enumerate(zip(arrays, SHAPES, strict=True)):
+        np.testing.assert_allclose(x, np.full(shape, (index + 1) * mean_rank + step), rtol=1e-15)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
@@ -35,14 +42,12 @@ async def test_arrays_hold_the_mean_after_each_step(comm: Communicator, bucket_b
     arrays = filled(0, comm.rank)
     averager = GradientAverager(comm, arrays, bucket_bytes=bucket_bytes)
     for step in range(4):
-        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
-            x[...] = value
+        refill(arrays, step, comm.rank)
         for index in reversed(range(len(arrays))):
             averager.ready(index)
         results = await averager
-        for x, result, mean in zip(arrays, results, averages(step, comm.size), strict=True):
-            assert result is x
-            np.testing.assert_allclose(x, mean, rtol=1e-15)
+        assert all(result is x for x, result in zip(arrays, results, strict=True))
+        check(arrays, step, comm.size)
 
 
 async def test_each_rank_may_have_an_order_of_its_own(comm: Communicator) -> None:
@@ -50,29 +55,25 @@ async def test_each_rank_may_have_an_order_of_its_own(comm: Communicator) -> Non
     arrays = filled(0, comm.rank)
     averager = GradientAverager(comm, arrays, bucket_bytes=40)
     for step in range(6):
-        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
-            x[...] = value
+        refill(arrays, step, comm.rank)
         for index in order.sample(range(len(arrays)), len(arrays)):
             averager.ready(index)
         await averager
-        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
-            np.testing.assert_allclose(x, mean, rtol=1e-15)
+        check(arrays, step, comm.size)
 
 
 def test_ready_may_come_from_any_thread(comm: Communicator) -> None:
     arrays = filled(0, comm.rank)
     averager = GradientAverager(comm, arrays, bucket_bytes=40)
     for step in range(5):
-        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
-            x[...] = value
+        refill(arrays, step, comm.rank)
         threads = [threading.Thread(target=averager.ready, args=(index,)) for index in range(len(arrays))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         averager.wait()
-        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
-            np.testing.assert_allclose(x, mean, rtol=1e-15)
+        check(arrays, step, comm.size)
 
 
 async def test_arrays_that_were_not_said_ready_are_so_at_the_end(comm: Communicator) -> None:
@@ -83,8 +84,7 @@ async def test_arrays_that_were_not_said_ready_are_so_at_the_end(comm: Communica
     await averager
     averager.ready(1)
     await averager  # averages of averages
-    for x, mean in zip(arrays, averages(0, comm.size), strict=True):
-        np.testing.assert_allclose(x, mean, rtol=1e-15)
+    check(arrays, 0, comm.size)
 
 
 async def test_full_buckets_start_before_the_end(comm: Communicator) -> None:
@@ -136,8 +136,7 @@ async def test_cancelled_await_goes_on_where_it_stopped(comm: Communicator) -> N
     steps = averager.__await__()
     steps.close()
     await averager
-    for x, mean in zip(arrays, averages(0, comm.size), strict=True):
-        np.testing.assert_allclose(x, mean, rtol=1e-15)
+    check(arrays, 0, comm.size)
 
 
 async def _result(averager: GradientAverager) -> list[np.ndarray]:
@@ -152,8 +151,7 @@ async def test_another_task_may_end_a_step(comm: Communicator) -> None:
         averager = GradientAverager(own, arrays, bucket_bytes=1)
         await averager
         for step in range(3):
-            for x, value in zip(arrays, filled(step, comm.rank), strict=True):
-                x[...] = value
+            refill(arrays, step, comm.rank)
             if comm.rank:
                 await comm.barrier()
             averager.ready(len(arrays) - 1)
@@ -163,8 +161,7 @@ async def test_another_task_may_end_a_step(comm: Communicator) -> None:
                 await asyncio.sleep(0)  # all buckets are posted, and the others have not begun
                 await comm.barrier()
             await ending
-            for x, mean in zip(arrays, averages(step, comm.size), strict=True):
-                np.testing.assert_allclose(x, mean, rtol=1e-15)
+            check(arrays, step, comm.size)
 
 
 @pytest.mark.ranks(2, 3)
@@ -221,8 +218,7 @@ def test_a_step_after_one_that_failed(comm: Communicator, everywhere: bool) -> N
     arrays, op = filled(0, comm.rank), Fragile()
     averager = GradientAverager(comm, arrays, bucket_bytes=1, op=op)
     for step, count in enumerate([-1, 10, -1, 1000, -1]):
-        for x, value in zip(arrays, filled(step, comm.rank), strict=True):
-            x[...] = value
+        refill(arrays, step, comm.rank)
         op.count = count if everywhere or comm.rank == 0 else -1
         for index in range(len(arrays)):
             averager.ready(index)
@@ -231,8 +227,7 @@ def test_a_step_after_one_that_failed(comm: Communicator, everywhere: bool) -> N
                 averager.wait()
             continue
         averager.wait()
-        for x, mean in zip(arrays, averages(step, comm.size), strict=True):
-            np.testing.assert_allclose(x, mean * comm.size, rtol=1e-15)
+        check([x / comm.size for x in arrays], step, comm.size)
 
 
 @pytest.mark.ranks(2, 3)
