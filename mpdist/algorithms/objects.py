@@ -34,7 +34,7 @@ def unpacked(message: np.ndarray[Any, Any]) -> Any:
     """Inverse of packed; arrays live in the message's memory."""
     view: memoryview = message.data
     sizes = wire.unpack_table(view)
-    return decode([wire.frame(view, sizes, index) for index in range(len(sizes))])
+    return decode(wire.unpack_frames(view, sizes, inline=True))
 
 
 def broadcast_object(transport: Transport, item: Buffer | Header | None, original: object, src: int) -> Steps[Any]:

@@ -148,11 +148,13 @@ class Inbox:
                 return True
         return moved
 
-    def poll_once(self) -> None:
-        """Take one message if there is one."""
+    def poll_once(self) -> bool:
+        """Take one message; False if there is none."""
         message = self.improbe(*self.any_message)
-        if message is not None:
-            self.arrived(message)
+        if message is None:
+            return False
+        self.arrived(message)
+        return True
 
     def arrived(self, handle: Any) -> None:
         """Give the message that was probed last to the receive it matches, or keep it."""

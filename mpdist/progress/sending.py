@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpdist.progress.work import Work
     from mpdist.transport.mpi import Request
 
-# Out-of-band buffers of an object are copied behind its pickle up to this size, and sent from where they are above it.
+# Out-of-band buffers of an object are copied behind its pickle where all of it is no larger than this.
 INLINE_OBJECT_BYTES = 64 * 1024
 
 
@@ -57,8 +57,13 @@ def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) 
         request = channel.isend([head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.OBJECT))
         return posted(channel, request, dst, tag, head)
     head = wire.pack_frames(frames, inline=False)
-    buffers = [as_buffer(frame) for frame in frames[1:]]
-    return _send_pieces(channel, head, wire.OBJECT_IN_PIECES, buffers, dst, tag, frames)
+    bodies = [as_buffer(_body(frames, indices)) for indices in wire.bodies([frame.nbytes for frame in frames])]
+    return _send_pieces(channel, head, wire.OBJECT_IN_PIECES, bodies, dst, tag, frames)
+
+
+def _body(frames: list[memoryview], indices: list[int]) -> memoryview | bytearray:
+    """One frame from where it is, or several copied together."""
+    return frames[indices[0]] if len(indices) == 1 else wire.pack_body([frames[index] for index in indices])
 
 
 def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Work[None]:

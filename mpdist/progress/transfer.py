@@ -7,6 +7,7 @@ is still with MPI.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,9 @@ Room = Buffer | Octets | None
 """Where a message goes: an array's Buffer, an object's bytes; None for data that are here, and stay where they are."""
 
 Transfer = Generator["Request", None, Message]
+
+# How many pieces one look takes at the most, so that an object of many does not hold a turn.
+LOOK_PIECES = 16
 
 
 class NoRoom(MpdistError):
@@ -103,7 +107,8 @@ def _receive_object(channel: Channel, incoming: Incoming, head: Octets) -> Trans
     if incoming.parts is None:
         return _object_message(incoming, head, [])
     incoming.head, incoming.handle = head, None
-    bodies = [_new(_octets, size) for size in wire.unpack_table(head.data)[1:]]
+    sizes = wire.unpack_table(head.data)
+    bodies = [_new(_octets, wire.body_bytes([sizes[index] for index in body])) for body in wire.bodies(sizes)]
     yield Pieces(channel, incoming, bodies)
     return _object_message(incoming, head, bodies)
 
@@ -117,9 +122,15 @@ def _array_message(incoming: Incoming, buffer: Buffer) -> Message:
 def _object_message(incoming: Incoming, head: Octets, bodies: list[Octets]) -> Message:
     """The object of a message; its frames lie in the message, or in bodies of their own."""
     sizes = wire.unpack_table(head.data)
-    inline = range(1) if incoming.parts is not None else range(len(sizes))
-    frames = [wire.frame(head.data, sizes, index) for index in inline]
-    item = decode(frames + [body.data for body in bodies])
+    frames = wire.unpack_frames(head.data, sizes, inline=incoming.parts is None)
+    if bodies:
+        frames += [head.data] * (len(sizes) - 1)
+        for indices, body in zip(wire.bodies(sizes), bodies, strict=True):
+            for index, frame in zip(
+                indices, wire.unpack_body(body.data, [sizes[index] for index in indices]), strict=True
+            ):
+                frames[index] = frame
+    item = decode(frames)
     return Message(item, incoming.src, incoming.tag, 1, sum(sizes), None)
 
 
@@ -151,21 +162,26 @@ class Pieces:
             for size in wire.piece_sizes(body.nbytes):
                 self._regions.append(body[start : start + size])
                 start += size
+        self._requests: deque[Request] = deque()
         self._started = 0
-        self._requests: list[Request] = []
 
     def Test(self) -> bool:
         parts = self._incoming.parts
         assert parts is not None
-        if len(parts) < len(self._regions):
-            self._channel.inbox.poll_once()
+        inbox = self._channel.inbox
+        for _ in range(LOOK_PIECES):
+            if len(parts) >= len(self._regions) or not inbox.poll_once():
+                break
         while self._started < len(parts) and self._started < len(self._regions):
             handle, nbytes = parts[self._started]
             region = self._regions[self._started]
             self._requests.append(handle.Irecv([region, nbytes, self._channel.byte]))
             self._started += 1
-        self._requests = [request for request in self._requests if not request.Test()]
+            self._channel.engine.has_advanced = True
+        while self._requests and self._requests[0].Test():
+            self._requests.popleft()
+            self._channel.engine.has_advanced = True
         if self._started < len(self._regions):
             return False
-        self._channel.inbox.all_pieces_came(self._incoming)
+        inbox.all_pieces_came(self._incoming)
         return not self._requests

@@ -20,7 +20,7 @@ MAX_TAG = 2**20 - 1
 # Codes 1-31: elements of that type, the whole array in one message.
 ARRAY_IN_PIECES = 32  # + element code: the message holds the array's nbytes, the data follow as PIECEs
 OBJECT = 64  # a pickle, then its out-of-band buffers, in one message
-OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs
+OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs, see `bodies`
 PIECE = 66  # a part of the last message with pieces of the same source and tag
 LAST = 67  # empty: its sender closes the communicator, and nothing follows
 ARRAY_SHOWN = 96  # + element code: the message says where its receiver finds the data, on a device of its node
@@ -30,6 +30,12 @@ PIECE_BYTES = 2**30
 
 # Where arrays may start inside an object's message.
 ALIGNMENT = 64
+
+# Out-of-band buffers of an object in pieces are packed up to this size, and stay where they are above it.
+SMALL_FRAME_BYTES = 64 * 1024
+
+# So much is packed together: whoever keeps one array of an object keeps no more than these bytes.
+PACK_BYTES = 1024**2
 
 _SIZE = struct.Struct("<Q")
 _SHOWN = struct.Struct("<QQqQQ64s")
@@ -90,25 +96,46 @@ class Place:
         return cls(*_SHOWN.unpack(head))
 
 
-def _layout(sizes: Sequence[int]) -> list[int]:
-    """Where frames of these sizes start behind the table, each aligned for any element type."""
-    offset = _SIZE.size * (len(sizes) + 1)
-    starts = []
-    for size in sizes:
-        offset += -offset % ALIGNMENT
-        starts.append(offset)
-        offset += size
-    return starts
+def bodies(sizes: Sequence[int]) -> list[list[int]]:
+    """Which out-of-band frames of these sizes travel together: a large one alone, small ones packed.
+
+    Small ones would cost more as messages of their own than their copies do.
+    """
+    groups: list[list[int]] = []
+    room = -1
+    for index, size in enumerate(sizes[1:], 1):
+        if size > SMALL_FRAME_BYTES:
+            groups.append([index])
+            continue
+        if room < size:
+            pack: list[int] = []
+            groups.append(pack)
+            room = PACK_BYTES
+        pack.append(index)
+        room -= size + ALIGNMENT
+    return groups
+
+
+def body_bytes(sizes: Sequence[int]) -> int:
+    """Bytes that frames of these sizes take as one body."""
+    return _layout(sizes, 0)[-1] + sizes[-1]
+
+
+def pack_body(frames: Sequence[memoryview]) -> bytearray:
+    """Small frames as one body."""
+    return _lay(bytearray(), frames, _layout([frame.nbytes for frame in frames], 0))
+
+
+def unpack_body(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Inverse of pack_body, without copy."""
+    return [body[start : start + size] for start, size in zip(_layout(sizes, 0), sizes, strict=True)]
 
 
 def pack_frames(frames: Sequence[memoryview], *, inline: bool) -> bytearray:
     """The table of sizes and frame 0, the pickle; with `inline` all the others too."""
     sizes = [frame.nbytes for frame in frames]
     message = bytearray(struct.pack(f"<{len(sizes) + 1}Q", len(sizes), *sizes))
-    for frame, start in zip(frames if inline else frames[:1], _layout(sizes), strict=False):
-        message += bytes(start - len(message))
-        message += frame
-    return message
+    return _lay(message, frames if inline else frames[:1], _layout(sizes, len(message)))
 
 
 def unpack_table(message: memoryview) -> list[int]:
@@ -117,7 +144,25 @@ def unpack_table(message: memoryview) -> list[int]:
     return list(struct.unpack_from(f"<{number}Q", message, _SIZE.size))
 
 
-def frame(message: memoryview, sizes: Sequence[int], index: int) -> memoryview:
-    """A frame that lies in the message, without copy."""
-    start = _layout(sizes)[index]
-    return message[start : start + sizes[index]]
+def unpack_frames(message: memoryview, sizes: Sequence[int], *, inline: bool) -> list[memoryview]:
+    """The frames that lie in the message, without copy."""
+    starts = _layout(sizes if inline else sizes[:1], _SIZE.size * (len(sizes) + 1))
+    return [message[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _layout(sizes: Sequence[int], offset: int) -> list[int]:
+    """Where frames of these sizes start behind so many bytes, each aligned for any element type."""
+    starts = []
+    for size in sizes:
+        offset += -offset % ALIGNMENT
+        starts.append(offset)
+        offset += size
+    return starts
+
+
+def _lay(message: bytearray, frames: Sequence[memoryview], starts: Sequence[int]) -> bytearray:
+    """Append the frames where they are to start."""
+    for frame, start in zip(frames, starts, strict=False):
+        message += bytes(start - len(message))
+        message += frame
+    return message

@@ -456,15 +456,36 @@ async def test_objects_arrive(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("inline", [0, 1000])
+@pytest.mark.parametrize("small", [-1, 200])
 @pytest.mark.parametrize("piece", [300, 5000])
 async def test_objects_in_pieces_arrive(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, inline: int, piece: int
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, inline: int, small: int, piece: int
 ) -> None:
     monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", inline)
+    monkeypatch.setattr(wire, "SMALL_FRAME_BYTES", small)
     monkeypatch.setattr(wire, "PIECE_BYTES", piece)
     for name, item in OBJECTS.items():
         if not (piece == 300 and name == "large array"):  # thousands of pieces are slow, and show nothing new
             await round_trip(comm, name, item)
+
+
+async def test_an_object_of_many_arrays_travels_in_few_messages(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them as a message would be slow; large ones are sent from where they are."""
+    channel = comm._channel
+    isend = channel.isend
+    sizes: list[int] = []
+
+    def counted(message: list[Any], dst: int, wire_tag: int) -> Any:
+        sizes.append(message[1])
+        return isend(message, dst, wire_tag)
+
+    monkeypatch.setattr(channel, "isend", counted)
+    large = np.arange(200_000)
+    await round_trip(comm, "many", [large, *(np.full(200, number) for number in range(1000))])
+    assert len(sizes) in ([0] if comm.size == 1 else [4])
+    assert comm.size == 1 or large.nbytes in sizes
 
 
 async def test_received_arrays_in_objects_are_writable_and_independent(comm: Communicator) -> None:

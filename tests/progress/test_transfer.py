@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pickle
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import mpdist
 from mpdist import Communicator
 from mpdist.memory import BY_DTYPE
 from mpdist.progress import wire
+from mpdist.progress.transfer import Pieces
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -130,4 +132,41 @@ async def test_a_receive_that_is_cancelled_in_the_middle_still_writes_and_the_ne
     assert not np.shares_memory(message.data, out)
     assert comm._channel.inbox.unclaimed() == []
     assert comm._channel.unfinished() == []
+    await comm.barrier()
+
+
+async def test_pieces_that_come_count_as_a_move(comm: Communicator) -> None:
+    """Else a receiver would sleep between two pieces of a message, though it is far from whole."""
+    x = np.arange(4.0)
+    channel = comm._channel
+    if comm.rank == 0:
+        frames = [memoryview(pickle.dumps(None)), *[memoryview(x).cast("B")] * 3]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "SMALL_FRAME_BYTES", 0)
+            head = wire.pack_frames(frames, inline=False)
+            await comm.recv(tag=2)
+            requests = [channel.isend([head, len(head), channel.byte], 1, wire.wire_tag(1, wire.OBJECT_IN_PIECES))]
+            await comm.recv(tag=2)
+            piece = ([x, x.nbytes, channel.byte], 1, wire.wire_tag(1, wire.PIECE))
+            requests += [channel.isend(*piece), channel.isend(*piece)]
+            await comm.recv(tag=2)
+            requests.append(channel.isend(*piece))
+            await comm.barrier()
+        assert all(request.Test() for request in requests)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SMALL_FRAME_BYTES", 0)
+        work = comm.recv_object(tag=1)
+        await comm.send(np.zeros(1), 0, 2)
+        while not isinstance(work._request, Pieces):  # type: ignore[attr-defined]
+            channel.engine.drive()
+        pieces = work._request  # type: ignore[attr-defined]
+        await comm.send(np.zeros(1), 0, 2)
+        while pieces._started < 2:
+            before = pieces._started
+            moved = channel.engine.drive()
+            assert moved or pieces._started == before
+        assert not work.done()
+        await comm.send(np.zeros(1), 0, 2)
+        assert (await work).data is None
     await comm.barrier()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from time import process_time
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,8 +58,9 @@ def test_inline_frames_survive_and_are_aligned(contents: list[bytes]) -> None:
     message = memoryview(wire.pack_frames([memoryview(each) for each in contents], inline=True))
     sizes = wire.unpack_table(message)
     assert sizes == [len(each) for each in contents]
-    assert [bytes(wire.frame(message, sizes, index)) for index in range(len(sizes))] == contents
-    assert all(start % wire.ALIGNMENT == 0 for start in wire._layout(sizes))
+    frames = wire.unpack_frames(message, sizes, inline=True)
+    assert [bytes(frame) for frame in frames] == contents
+    assert all(address(frame) % wire.ALIGNMENT == address(message) % wire.ALIGNMENT for frame in frames if frame.nbytes)
 
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
@@ -64,8 +68,47 @@ def test_without_inline_only_the_pickle_follows_the_table(contents: list[bytes])
     message = memoryview(wire.pack_frames([memoryview(each) for each in contents], inline=False))
     sizes = wire.unpack_table(message)
     assert sizes == [len(each) for each in contents]
-    assert bytes(wire.frame(message, sizes, 0)) == contents[0]
-    assert len(message) == wire._layout(sizes)[0] + len(contents[0])
+    assert [bytes(frame) for frame in wire.unpack_frames(message, sizes, inline=False)] == contents[:1]
+    assert bytes(message).endswith(contents[0])
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
+def test_large_frames_travel_alone_and_small_ones_packed(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SMALL_FRAME_BYTES", 200)
+        patch.setattr(wire, "PACK_BYTES", 1000)
+        bodies = wire.bodies(sizes)
+    assert sorted(index for body in bodies for index in body) == list(range(1, len(sizes)))
+    for body in bodies:
+        assert len(body) == 1 or all(sizes[index] <= 200 for index in body)
+        assert len(body) == 1 or wire.body_bytes([sizes[index] for index in body]) <= 1000 + wire.ALIGNMENT
+    packs = [body for body in bodies if sizes[body[0]] <= 200]
+    assert all(sum(sizes[index] + wire.ALIGNMENT for index in body) > 1000 - 200 for body in packs[:-1])
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
+def test_packed_frames_survive_and_are_aligned(contents: list[bytes]) -> None:
+    sizes = [len(each) for each in contents]
+    body = memoryview(wire.pack_body([memoryview(each) for each in contents]))
+    assert body.nbytes == wire.body_bytes(sizes)
+    frames = wire.unpack_body(body, sizes)
+    assert [bytes(frame) for frame in frames] == contents
+    assert all(address(frame) % wire.ALIGNMENT == address(body) % wire.ALIGNMENT for frame in frames if frame.nbytes)
+
+
+def test_the_time_for_many_frames_grows_with_their_number() -> None:
+    """With the square of it this took minutes."""
+    contents = [memoryview(b"x")] * 30_000
+    start = process_time()
+    message = memoryview(wire.pack_frames(contents, inline=True))
+    sizes = wire.unpack_table(message)
+    assert len(wire.unpack_frames(message, sizes, inline=True)) == len(contents)
+    assert sum(len(body) for body in wire.bodies(sizes)) == len(contents) - 1
+    assert process_time() - start < 10
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 @given(

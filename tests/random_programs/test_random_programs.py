@@ -48,6 +48,7 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param:
         monkeypatch.setattr(wire, "PIECE_BYTES", 1500)
         monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", 300)
+        monkeypatch.setattr(wire, "SMALL_FRAME_BYTES", 100)
 
 
 @pytest.mark.ranks(2, 3, 4)
