@@ -10,6 +10,7 @@ waits in `sole`, where it is met without a queue.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from typing import Final, Generic, Protocol, TypeVar
@@ -193,22 +194,30 @@ class Mailbox(Generic[R, M]):
         self.messages -= 1
         self._stale += 4
         if self._stale > 64 + 8 * self.messages:
-            self._rebuild(sorted(self.unclaimed(), key=lambda kept: kept.order))
+            self._rebuild(list(self.unclaimed()))
 
     def restore(self, message: M) -> None:
         """Put a message back where it was: its receive was cancelled."""
-        message.order = -message.order if message.order < 0 else message.order
+        place = abs(message.order)
+        for key in _keys(message.src, message.tag):
+            queue = self._kept.get(key)
+            if queue is None:
+                queue = self._kept[key] = deque()
+            index = 0 if not queue or abs(queue[0].order) > place else bisect_left(queue, place, key=_place)
+            if index < len(queue) and queue[index] is message:
+                self._stale -= 1
+            else:
+                queue.insert(index, message)
+        message.order = place
         self.messages += 1
-        waiting = {id(kept): kept for kept in self.unclaimed()}
-        waiting[id(message)] = message
-        self._rebuild(sorted(waiting.values(), key=lambda kept: kept.order))
 
     def _rebuild(self, messages: list[M]) -> None:
-        self._kept.clear()
-        self._stale = 0
+        kept: dict[_Key, deque[M]] = {}
         for message in messages:
             for key in _keys(message.src, message.tag):
-                self._kept.setdefault(key, deque()).append(message)
+                kept.setdefault(key, deque()).append(message)
+        self._kept = kept
+        self._stale = 0
 
     def unclaimed(self) -> Iterator[M]:
         """The messages that nobody has received, in order of arrival."""
@@ -218,6 +227,11 @@ class Mailbox(Generic[R, M]):
         """The place of a message that arrives now and is not kept, in case it must be restored."""
         self._clock += 1
         return self._clock
+
+
+def _place(entry: Entry) -> int:
+    """Where it lies in its queues, be it taken or not: they are ordered by this."""
+    return abs(entry.order)
 
 
 def _keys(src: int, tag: int) -> tuple[_Key, _Key, _Key, _Key]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import process_time
 
 import pytest
 from hypothesis import settings
@@ -126,6 +127,29 @@ def test_ten_thousand_waiting_receives_are_met_in_order(pattern: tuple[int, int]
     assert [box.match(0, 0) for _ in receives] == receives
     assert box.match(0, 0) is None
     assert not list(box.waiting())
+
+
+@pytest.mark.parametrize("forwards", [True, False])
+def test_ten_thousand_messages_come_back_soon(forwards: bool) -> None:
+    """Where each one that came back had the queues made anew it took minutes."""
+    box: Mailbox[Entry, Entry] = Mailbox()
+    messages = [Entry(0, 0) for _ in range(20_000)]
+    for message in messages:
+        box.keep(message)
+    taken = []
+    for _ in range(10_000):
+        message = box.find(0, 0)
+        assert message is not None
+        box.remove(message)
+        taken.append(message)
+    start = process_time()
+    for message in taken if forwards else reversed(taken):
+        box.restore(message)
+    assert process_time() - start < 10
+    assert list(box.unclaimed()) == messages
+    for message in messages:
+        assert box.find(0, 0) is message
+        box.remove(message)
 
 
 def test_withdrawn_receives_and_taken_messages_take_no_memory() -> None:
