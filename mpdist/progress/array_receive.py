@@ -15,7 +15,6 @@ from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
-from mpdist.progress.transfer import Transfer
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -111,14 +110,11 @@ class ArrayReceive(Receive):
                 channel.ring(source)  # its send is complete now
                 return
         self.order = -channel.inbox.box.next_order()  # as if the mailbox had matched it
-        self._incoming = Incoming(None, source, self._result.tag, self._element.code, self._nbytes)
-        self._request = request
-        self._steps = self._landed()
+        self._incoming = incoming = Incoming(None, source, self._result.tag, self._element.code, self._nbytes)
+        incoming.request = request
+        self._room = self._buffer
+        self._steps = self._program(incoming)
         engine.active.append(self)
-
-    def _landed(self) -> Transfer:
-        return self._result
-        yield  # a program without further steps
 
     def _announce(self) -> None:
         engine = self._channel.engine

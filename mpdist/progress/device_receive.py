@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 class DeviceReceive(Receive):
     """A receive into a Buffer on a device."""
 
+    is_repeatable = False
     _buffer: Buffer
 
     def __init__(
@@ -68,9 +69,9 @@ class DeviceReceive(Receive):
             self._fail(error)
             return False
         self._incoming = incoming
-        return self._start_transfer(incoming, self._transfer(incoming))
+        return self._start_transfer(incoming)
 
-    def _transfer(self, incoming: Incoming) -> Transfer:
+    def _program(self, incoming: Incoming) -> Transfer:
         try:
             yield from copied([self._ready])
         except DeviceFailed as error:

@@ -8,6 +8,7 @@ write into the receiver's buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.progress import wire
@@ -36,7 +37,7 @@ class Inbox:
     Attributes:
         box: posted receives and unclaimed messages.
         is_listening: whether the Engine's drives probe for it.
-        improbe, any_message: MPI's call and its arguments; what it found is in `envelope`.
+        probing: MPI's probe, its arguments, and where in its status what it found is.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -45,11 +46,14 @@ class Inbox:
         self.engine = channel.engine
         self.box: Mailbox[Receive, Incoming] = Mailbox()
         self.is_listening = False
-        self.improbe = transport.improbe
-        self.any_message = (transport.any_source, transport.any_tag, transport.status)
         self.envelope = transport.envelope
         self.failure = transport.failure
-        self.probing = (self.improbe, *self.any_message, *self.envelope)
+        any_message = (transport.any_source, transport.any_tag)
+        self.probing = (transport.improbe, *any_message, transport.status, *self.envelope)
+        # An iterator without end, of what a probe finds, or None. After a call of the probe a signal's handler could
+        # raise before the message has a name; a `for` names it at once.
+        self._probed_for = iter(partial(transport.improbe, *any_message, transport.status), object())
+        self._untaken: object = None  # a message that MPI has given out, until it is delivered
         self._in_pieces: dict[tuple[int, int], Incoming] = {}
         self._probed: set[Incoming] = set()
         self._all_came_of: set[int] = set()
@@ -59,16 +63,20 @@ class Inbox:
     def receive(self, receive: R) -> R:
         """Let a receive meet a message that is here, or wait for one."""
         engine = self.engine
-        with engine.lock:
-            box = self.box
-            message = box.find(receive.src, receive.tag) if box.messages else None
-            if message is not None:
-                self._claim(message, receive)
-            else:
-                box.post(receive)
-                self._listen()
-        if not engine._ticking:
-            engine.ensure_ticking()
+        try:
+            with engine.lock:
+                box = self.box
+                message = box.find(receive.src, receive.tag) if box.messages else None
+                if message is not None:
+                    self._claim(message, receive)
+                else:
+                    box.post(receive)
+                    self._listen()
+            if not engine._ticking:
+                engine.ensure_ticking()
+        except BaseException:  # of a signal's handler: nobody will ever wait for it
+            receive._abandon()
+            raise
         return receive
 
     def receive_array(self, x: ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int) -> ArrayReceive:
@@ -87,18 +95,19 @@ class Inbox:
         box = self.box
         if box.messages or box.receives:
             return self.receive(work)
-        lock = engine.lock
-        lock.acquire()
-        if box.messages or box.receives:  # another thread's
-            lock.release()
-            return self.receive(work)
-        box.sole = work
-        box.receives = work.order = 1
-        if not self.is_listening:
-            self._listen()
-        lock.release()
-        if not engine._ticking:
-            engine.ensure_ticking()
+        try:
+            with engine.lock:
+                if box.messages or box.receives:  # another thread's
+                    return self.receive(work)
+                box.sole = work
+                box.receives = work.order = 1
+                if not self.is_listening:
+                    self._listen()
+            if not engine._ticking:
+                engine.ensure_ticking()
+        except BaseException:  # of a signal's handler: nobody will ever wait for it
+            work._abandon()
+            raise
         return work
 
     def _listen(self) -> None:
@@ -109,19 +118,26 @@ class Inbox:
     def _claim(self, message: Incoming, receive: Receive) -> None:
         """A kept message meets its receive; a misfit stays where it is."""
         engine = self.engine
-        if message.arriving is not None:
-            self.box.remove(message)
-            receive.reserve(message)
-            engine.active.append(receive)
-            return
-        if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
-            self.box.remove(message)
-            receive.reserve(message)
-            engine.later.append(receive)
-            return
-        engine.credit -= message_credit(message.nbytes)
-        if receive.accept(message):
-            self.box.remove(message)
+        box = self.box
+        try:
+            box.remove(message)
+            if message.arriving is not None:
+                receive.reserve(message)
+                engine.active.append(receive)
+                return
+            if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
+                receive.reserve(message)
+                engine.later.append(receive)
+                return
+            engine.credit -= message_credit(message.nbytes)
+            if not receive.accept(message):
+                box.restore(message)
+        except BaseException:  # of a signal's handler
+            if not receive.hold(message):
+                box.restore(message)
+            elif message.order > 0:
+                box.remove(message)
+            raise
 
     def give_back(self, incoming: Incoming) -> None:
         """A cancelled receive returns its message: the next one gets it, in the old order."""
@@ -135,26 +151,27 @@ class Inbox:
 
     # ------------------------------------------------------------------ messages
 
-    def poll(self) -> bool:
-        """Take what has arrived; True if anything has."""
-        moved = False
-        for _ in range(POLL_MESSAGES):
-            message = self.improbe(*self.any_message)
-            if message is None:
-                return moved
-            self.arrived(message)
-            moved = True
-            if not self.box.receives:
-                return True
-        return moved
+    def poll(self, most: int = POLL_MESSAGES) -> bool:
+        """Take what has arrived, so many messages at the most; True if anything has."""
+        taken = 0
+        for handle in self._probed_for:
+            if handle is None:
+                break
+            self._untaken = handle
+            try:
+                self.arrived(handle)
+            except BaseException:  # of a signal's handler
+                if self._untaken is handle:
+                    self.arrived(handle)
+                raise
+            taken += 1
+            if taken == most or not self.box.receives:
+                break
+        return taken > 0
 
     def poll_once(self) -> bool:
         """Take one message; False if there is none."""
-        message = self.improbe(*self.any_message)
-        if message is None:
-            return False
-        self.arrived(message)
-        return True
+        return self.poll(1)
 
     def arrived(self, handle: Any) -> None:
         """Give the message that was probed last to the receive it matches, or keep it."""
@@ -178,11 +195,17 @@ class Inbox:
 
     def deliver(self, incoming: Incoming) -> None:
         """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
-        match = self.box.match
-        while (receive := match(incoming.src, incoming.tag)) is not None:
-            if receive.accept(incoming):
-                return
-        self.box.keep(incoming)
+        receive = None
+        try:
+            self._untaken = None
+            while (receive := self.box.match(incoming.src, incoming.tag)) is not None:
+                if receive.accept(incoming):
+                    return
+            self.box.keep(incoming)
+        except BaseException:  # of a signal's handler
+            if receive is None or not receive.hold(incoming):
+                self.deliver(incoming)
+            raise
 
     def _open_pieces(self, incoming: Incoming) -> None:
         head = bytearray(8)
@@ -196,15 +219,16 @@ class Inbox:
     def _add(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
         """A piece of a message that has come before, the last of its sender, or what says where the data are."""
         if code == wire.LAST:
-            handle.Recv([bytearray(), 0, self.channel.byte])
             self._all_came_of.add(src)
+            if handle:  # not received yet, and then interrupted
+                handle.Recv([bytearray(), 0, self.channel.byte])
             return
         if code >= wire.ARRAY_SHOWN:
             self._open_shown(handle, src, tag, nbytes, code - wire.ARRAY_SHOWN)
             return
         incoming = self._in_pieces[src, tag]
         assert incoming.parts is not None
-        incoming.parts.append((handle, nbytes))
+        incoming.parts += ((handle, nbytes),)  # no call, after which a handler could raise: it would be added again
 
     def all_pieces_came(self, incoming: Incoming) -> None:
         """No more come; what its sender sends with this tag from now on belongs to a later message."""
@@ -261,9 +285,8 @@ class Inbox:
     def has_all_of(self, senders: frozenset[int]) -> bool:
         """Take what has arrived; whether these members have said their last, so that all of theirs has come."""
         for _ in range(POLL_MESSAGES):
-            if senders <= self._all_came_of or (handle := self.improbe(*self.any_message)) is None:
+            if senders <= self._all_came_of or not self.poll_once():
                 break
-            self.arrived(handle)
         return senders <= self._all_came_of
 
     def take_unclaimed(self) -> Iterator[tuple[int, Any, int]]:

@@ -6,6 +6,10 @@ their own pattern, so a message looks at no more than four queues; messages that
 nobody wants yet wait under all four patterns that may ask for them, and are
 dropped from three of them lazily. A receive that waits alone, the usual case,
 waits in `sole`, where it is met without a queue.
+
+A signal's handler may raise after any call in here. `match` makes none once it has
+changed something, so whoever is met is returned; `keep` and `restore` may be
+repeated: what is in its place already is not put there again.
 """
 
 from __future__ import annotations
@@ -119,12 +123,14 @@ class Mailbox(Generic[R, M]):
 
     def _pop(self, queue: deque[R], key: _Key) -> R | None:
         while queue:
-            receive = queue.popleft()
+            receive = queue[0]
             if receive.order > 0:
                 self._leave(receive)
+                del queue[0]  # no call from here on
                 if not queue:
                     del self._posted[key]
                 return receive
+            del queue[0]
         del self._posted[key]
         return None
 
@@ -169,14 +175,18 @@ class Mailbox(Generic[R, M]):
 
     def keep(self, message: M) -> None:
         """Let a message wait that no receive wants yet."""
+        if message.order:  # it was interrupted
+            self.restore(message)
+            return
         self._clock += 1
-        message.order = self._clock
-        self.messages += 1
+        message.order = -self._clock
         for key in _keys(message.src, message.tag):
             queue = self._kept.get(key)
             if queue is None:
                 queue = self._kept[key] = deque()
             queue.append(message)
+        message.order = -message.order
+        self.messages += 1
 
     def find(self, src: int, tag: int) -> M | None:
         """The earliest kept message for a receive with this pattern; it stays."""
@@ -198,6 +208,8 @@ class Mailbox(Generic[R, M]):
 
     def restore(self, message: M) -> None:
         """Put a message back where it was: its receive was cancelled."""
+        if message.order > 0:
+            return
         place = abs(message.order)
         for key in _keys(message.src, message.tag):
             queue = self._kept.get(key)

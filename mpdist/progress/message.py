@@ -103,6 +103,7 @@ class Incoming:
         nbytes: of the whole; of an object in pieces of its first message.
         parts: matched pieces, in order; None if it has none.
         head: of an object in pieces its first message, where that was received already.
+        request: what its receive has posted: MPI's request, or its Pieces.
         result: the data, where a receive that got them was cancelled afterwards.
         arriving: the receive into which it still comes, though that was given up; whoever gets it waits for that.
         lost: why it will never come.
@@ -112,7 +113,8 @@ class Incoming:
     shown: Shown | None = None
 
     __slots__ = (
-        "arriving", "code", "handle", "head", "lost", "nbytes", "order", "parts", "probed", "result", "src", "tag",
+        "arriving", "code", "handle", "head", "lost", "nbytes", "order", "parts", "probed", "request", "result", "src",
+        "tag",
     )  # fmt: skip
 
     def __init__(self, handle: Any, src: int, tag: int, code: int, nbytes: int) -> None:
@@ -124,6 +126,7 @@ class Incoming:
         self.order = 0
         self.parts: list[tuple[Any, int]] | None = None
         self.head: Any = None
+        self.request: Any = None
         self.arriving: Work[Message] | None = None
         self.lost = ""
         self.result: Message | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
+from mpdist.progress.interruption import is_of_handler
+
 
 def encode(item: object) -> list[memoryview]:
     """The pickle and its out-of-band buffers, as byte views of the object's own memory.
@@ -25,4 +27,11 @@ def encode(item: object) -> list[memoryview]:
 
 def decode(frames: Sequence[memoryview]) -> object:
     """Inverse of encode; arrays live in the frames' memory."""
-    return pickle.loads(frames[0], buffers=frames[1:])
+    try:
+        return pickle.loads(frames[0], buffers=frames[1:])
+    except Exception:
+        raise
+    except BaseException as error:  # sys.exit in its __setstate__ is no wish to end this rank
+        if is_of_handler(error):
+            raise
+        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error

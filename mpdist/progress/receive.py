@@ -4,7 +4,8 @@ Type and size are checked before the buffer is touched; what does not fit fails
 the receive and stays queued for a better one. A receive that is cancelled before
 it meets a message is withdrawn; one that is cancelled later gives the message
 back to its old place, so that the next receive gets it: nothing is lost. If the
-message still comes then, the next receive waits for it: nothing overtakes it.
+message still comes then, the next receive waits for it: nothing overtakes it. What a
+signal's handler interrupts while they meet goes on at the next look.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.errors import CommunicationError, MessageTruncated, UnsupportedBuffer
 from mpdist.memory import Buffer
-from mpdist.progress.interruption import is_interruption, is_over
+from mpdist.progress.interruption import is_interruption, is_of_handler, is_over
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.message import Incoming, Message, ReceiveThere
 from mpdist.progress.transfer import NoRoom, Room, Transfer, kept, receive_now, room_for, transfer
@@ -44,18 +45,21 @@ class Receive(Wrapped[Message]):
     Attributes:
         src, tag: the pattern; mailbox.ANY for any.
         order: its place in the mailbox, not positive when it does not wait there.
+        is_repeatable: the program of its transfer may be begun again, after what it has done.
         is_listener: it takes what comes until the communicator is closed, and does not keep that from being closed.
     """
 
     op = "recv"
     order = 0
     takes = Takes.ARRAY
+    is_repeatable = True
     is_listener = False
     _request: Request | None = None
     _incoming: Incoming | None = None
     _reserved = False
     _given_up = False
     _steps: Transfer | None = None
+    _room: Room = None
 
     _buffer: Buffer | None
 
@@ -71,19 +75,36 @@ class Receive(Wrapped[Message]):
         """Take the message; False if it does not fit: then this Work has failed, and the message is to be kept."""
         try:
             self._check(incoming)
-            room = self._room(incoming)
+            room = self._find_room(incoming)
         except (CommunicationError, UnsupportedBuffer) as error:
             self._fail(error)
             return False
         self._incoming = incoming
+        self._room = room
         if incoming.handle is not None and incoming.parts is None and incoming.nbytes <= EAGER_BYTES:
             self._receive_now(incoming, room)
             return True
-        return self._start_transfer(incoming, transfer(self._channel, incoming, room))
+        return self._start_transfer(incoming)
 
-    def _start_transfer(self, incoming: Incoming, steps: Transfer) -> bool:
+    def hold(self, incoming: Incoming) -> bool:
+        """Go on with the message at the next look, where `accept` was interrupted; False if it did not fit."""
+        engine = self._channel.engine
+        if self._done:
+            return self._error is None or self in engine.wrecks
+        incoming.order = incoming.order or self.order
+        if self._room is None and self._steps is None:
+            self.reserve(incoming)
+        else:
+            self._reserved = False
+            if self.is_repeatable:
+                self._steps = self._program(incoming)
+        if self not in engine.active:
+            engine.active.append(self)
+        return True
+
+    def _start_transfer(self, incoming: Incoming) -> bool:
         """Start a transfer; False if there is no memory for it."""
-        self._steps = steps
+        self._steps = self._program(incoming)
         try:
             self._step()
         except NoRoom as error:
@@ -92,6 +113,10 @@ class Receive(Wrapped[Message]):
         if self._steps is not None:
             self._channel.engine.active.append(self)
         return True
+
+    def _program(self, incoming: Incoming) -> Transfer:
+        """The steps of its transfer."""
+        return transfer(self._channel, incoming, self._room)
 
     def _check(self, incoming: Incoming) -> None:
         """Raise if the message does not fit this receive."""
@@ -116,7 +141,7 @@ class Receive(Wrapped[Message]):
             got, advice = f"a buffer of {buffer.count} elements", f"receive into {need} elements, or without x"
             raise MessageTruncated(self._misfit(incoming, got, advice))
 
-    def _room(self, incoming: Incoming) -> Room:
+    def _find_room(self, incoming: Incoming) -> Room:
         try:
             return room_for(incoming, self._buffer)
         except NoRoom as error:
@@ -141,7 +166,9 @@ class Receive(Wrapped[Message]):
     def _receive_now(self, incoming: Incoming, room: Room) -> None:
         try:
             self._finish(receive_now(self._channel, incoming, room))
-        except Exception as error:  # a failed transfer, or an object that cannot be unpickled
+        except BaseException as error:  # a failed transfer, or an object that cannot be unpickled
+            if is_of_handler(error):
+                raise
             self._broke(error)
 
     def _poll(self) -> bool:
@@ -167,7 +194,14 @@ class Receive(Wrapped[Message]):
     def _take(self, incoming: Incoming) -> None:
         if incoming.lost:
             self._fail(CommunicationError(f"{self.describe()}: {incoming.describe()} is lost: {incoming.lost}"))
-        elif not self.accept(incoming):
+            return
+        try:
+            is_taken = self.accept(incoming)
+        except BaseException:  # of a signal's handler
+            if not self.hold(incoming):
+                self._channel.inbox.give_back(incoming)
+            raise
+        if not is_taken:
             self._channel.inbox.give_back(incoming)
 
     def _advance(self) -> bool:
@@ -188,25 +222,36 @@ class Receive(Wrapped[Message]):
         steps = self._steps
         assert steps is not None
         try:
-            while self._request is None or self._request.Test():
-                self._request = next(steps)
-        except StopIteration as stop:
-            self._arrived(stop.value)
-            return True
+            try:
+                while self._request is None or self._request.Test():
+                    self._request = next(steps)
+            except StopIteration as stop:
+                self._arrived(stop.value)
+                return True
         except NoRoom:
             self._steps = self._request = None
             raise
-        except Exception as error:  # a failed transfer, or an object that cannot be unpickled
-            if is_interruption(error) and not is_over(steps):
-                raise
-            self._broke(error)
-            return True
         except BaseException as error:
-            if is_over(steps):
-                self._channel.engine.wrecks.append(self)
+            is_interrupted = is_of_handler(error) or (is_interruption(error) and not is_over(steps))
+            if is_interrupted and self._begin_again(steps):
+                raise
+            if isinstance(error, Exception):  # a failed transfer, or an object that cannot be unpickled
                 self._broke(error)
+                return True
+            self._channel.engine.wrecks.append(self)
+            self._broke(error)
             raise
         return False
+
+    def _begin_again(self, steps: Transfer) -> bool:
+        """Let a transfer that was interrupted go on; False if it can't."""
+        incoming = self._incoming
+        assert incoming is not None
+        if not self.is_repeatable or incoming.shown is not None:
+            return not is_over(steps)
+        if self._steps is not None:
+            self._steps, self._request = self._program(incoming), None
+        return True
 
     def _broke(self, error: BaseException) -> None:
         self._steps = self._request = None
@@ -221,14 +266,14 @@ class Receive(Wrapped[Message]):
         self._fail(failure)
 
     def _arrived(self, message: Message) -> None:
-        self._steps = self._request = None
         incoming = self._incoming
         assert incoming is not None
-        self._channel.ring(incoming.src)  # its send is complete now
         if not self._given_up:
             self._finish(message)
         elif self._keep(incoming, message):
             incoming.arriving = None
+        self._steps = self._request = None
+        self._channel.ring(incoming.src)  # its send is complete now
 
     # ------------------------------------------------------------------ giving up
 
@@ -265,7 +310,8 @@ class Receive(Wrapped[Message]):
         self._given_up = True
         if not self._done:
             self._withdraw()
-            self._let_go()
+            if self._incoming is not None:
+                self._let_go()
         elif self._error is None:
             message = self._result
             self._withdraw()
@@ -370,11 +416,17 @@ class Probe(Receive):
         self._finish(self._channel.inbox.probed(incoming, self._receive_there))
         return True
 
+    def _leave_queue(self) -> bool:
+        if self._reserved and self._incoming is not None:
+            self._channel.inbox.unprobed(self._incoming)  # where accept was interrupted
+        return super()._leave_queue()
+
     def _give_up(self) -> None:
         if not self._done:
             self._leave_queue()
         elif self._error is None:
             incoming = self._result._incoming  # type: ignore[attr-defined]  # a probe's result is a ProbedMessage
             if incoming is not None:
+                self._withdraw()
                 self._channel.inbox.unprobed(incoming)
                 self._restore(incoming)

@@ -2,12 +2,12 @@
 
 A program posts MPI's receives, yields their requests, and returns the Message.
 What memory it needs is found before, so that a message for which there is none
-is still with MPI.
+is still with MPI. What has been posted is kept with the message: a program that
+a signal's handler has ended is begun again, and posts nothing twice.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from mpdist.errors import MpdistError, UnsupportedBuffer
 from mpdist.memory import Buffer, allocate, as_buffer
 from mpdist.progress import wire
+from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
 from mpdist.progress.shown.taking import take_to_host
@@ -60,6 +61,8 @@ def _new(make: Callable[..., N], *arguments: Any) -> N:
     except UnsupportedBuffer:
         raise
     except Exception as error:
+        if is_interruption(error):
+            raise
         raise NoRoom(f"{type(error).__name__}: {error}") from error
 
 
@@ -93,24 +96,42 @@ def receive_now(channel: Channel, incoming: Incoming, room: Room) -> Message:
 
 def _receive_array(channel: Channel, incoming: Incoming, buffer: Buffer) -> Transfer:
     if incoming.parts is None:
-        yield incoming.handle.Irecv([channel.transport.memory_of(buffer), incoming.nbytes, channel.byte])
+        yield from _receive_whole(channel, incoming, channel.transport.memory_of(buffer))
     else:
-        yield Pieces(channel, incoming, [buffer.array().view(np.uint8)[: incoming.nbytes]])
+        pieces = incoming.request
+        if pieces is None:
+            pieces = Pieces(channel, incoming, [buffer.array().view(np.uint8)[: incoming.nbytes]])
+            incoming.request = pieces
+        yield pieces
     return _array_message(incoming, buffer)
+
+
+def _receive_whole(channel: Channel, incoming: Incoming, memory: Any) -> Generator[Request, None, None]:
+    """Receive MPI's message; where a handler of a signal came in between, what is left of that."""
+    if incoming.request is None:
+        if not incoming.handle:  # receive_now has got it
+            return
+        # Not a call of its own, after which a handler could raise before the request has a name.
+        (incoming.request,) = map(incoming.handle.Irecv, ([memory, incoming.nbytes, channel.byte],))
+    yield incoming.request
 
 
 def _receive_object(channel: Channel, incoming: Incoming, head: Octets) -> Transfer:
     if incoming.head is None:
-        yield incoming.handle.Irecv([head, incoming.nbytes, channel.byte])
+        yield from _receive_whole(channel, incoming, head)
     else:
         head = incoming.head
     if incoming.parts is None:
         return _object_message(incoming, head, [])
-    incoming.head, incoming.handle = head, None
-    sizes = wire.unpack_table(head.data)
-    bodies = [_new(_octets, wire.body_bytes([sizes[index] for index in body])) for body in wire.bodies(sizes)]
-    yield Pieces(channel, incoming, bodies)
-    return _object_message(incoming, head, bodies)
+    if incoming.head is None:
+        incoming.head, incoming.handle, incoming.request = head, None, None
+    pieces = incoming.request
+    if pieces is None:
+        sizes = wire.unpack_table(head.data)
+        bodies = [_new(_octets, wire.body_bytes([sizes[index] for index in body])) for body in wire.bodies(sizes)]
+        incoming.request = pieces = Pieces(channel, incoming, bodies)
+    yield pieces
+    return _object_message(incoming, head, pieces.bodies)
 
 
 def _array_message(incoming: Incoming, buffer: Buffer) -> Message:
@@ -156,32 +177,33 @@ class Pieces:
     def __init__(self, channel: Channel, incoming: Incoming, bodies: list[Octets]) -> None:
         self._channel = channel
         self._incoming = incoming
+        self.bodies = bodies
         self._regions: list[Octets] = []
         for body in bodies:
             start = 0
             for size in wire.piece_sizes(body.nbytes):
                 self._regions.append(body[start : start + size])
                 start += size
-        self._requests: deque[Request] = deque()
-        self._started = 0
+        self._requests: list[Request] = []
+        self._complete = 0
 
     def Test(self) -> bool:
         parts = self._incoming.parts
         assert parts is not None
-        inbox = self._channel.inbox
+        channel = self._channel
         for _ in range(LOOK_PIECES):
-            if len(parts) >= len(self._regions) or not inbox.poll_once():
+            if len(parts) >= len(self._regions) or not channel.inbox.poll_once():
                 break
-        while self._started < len(parts) and self._started < len(self._regions):
-            handle, nbytes = parts[self._started]
-            region = self._regions[self._started]
-            self._requests.append(handle.Irecv([region, nbytes, self._channel.byte]))
-            self._started += 1
-            self._channel.engine.has_advanced = True
-        while self._requests and self._requests[0].Test():
-            self._requests.popleft()
-            self._channel.engine.has_advanced = True
-        if self._started < len(self._regions):
+        requests = self._requests
+        for number in range(len(requests), min(len(parts), len(self._regions))):
+            handle, nbytes = parts[number]
+            # Not a call of its own, after which a handler could raise before the request is listed.
+            requests += map(handle.Irecv, ([self._regions[number], nbytes, channel.byte],))
+            channel.engine.has_advanced = True
+        while self._complete < len(requests) and requests[self._complete].Test():
+            self._complete += 1
+            channel.engine.has_advanced = True
+        if len(requests) < len(self._regions):
             return False
-        inbox.all_pieces_came(self._incoming)
-        return not self._requests
+        channel.inbox.all_pieces_came(self._incoming)
+        return self._complete == len(requests)

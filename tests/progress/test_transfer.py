@@ -162,10 +162,10 @@ async def test_pieces_that_come_count_as_a_move(comm: Communicator) -> None:
             channel.engine.drive()
         pieces = work._request  # type: ignore[attr-defined]
         await comm.send(np.zeros(1), 0, 2)
-        while pieces._started < 2:
-            before = pieces._started
+        while len(pieces._requests) < 2:
+            before = len(pieces._requests)
             moved = channel.engine.drive()
-            assert moved or pieces._started == before
+            assert moved or len(pieces._requests) == before
         assert not work.done()
         await comm.send(np.zeros(1), 0, 2)
         assert (await work).data is None

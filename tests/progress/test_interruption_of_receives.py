@@ -1,0 +1,178 @@
+"""Receives whose meeting with a message a signal's handler interrupts, wherever that is: nothing is lost.
+
+CPython calls handlers where a function begins, where a loop jumps back, and after each
+call of what is not Python. Each of these places is tried in turn, in each file that has to
+do with receives: the signal is sent there, and its handler raises.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpdist
+from mpdist import Communicator
+from mpdist.progress import sending, wire
+
+pytestmark = pytest.mark.ranks(2)
+
+FILES = ("inbox", "mailbox", "message", "pickling", "receive", "transfer")
+CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+GO = 9
+
+
+class Interrupted(Exception):
+    """By the handler."""
+
+
+class Interruptions:
+    """Within `with`, the signal is sent at the place of this number, counted from where it starts."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self._calls: dict[FrameType, bool] = {}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._begins)
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        sys.settrace(None)
+
+    def _begins(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_back in self._calls:
+            self._calls[frame.f_back] = False  # what was called is Python
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "progress" or path.parent.parent.name != "mpdist" or path.stem not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        self._reached()
+        return self._goes_on
+
+    def _goes_on(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event != "opcode":
+            self._calls.pop(frame, None)
+            return self._goes_on
+        if self._calls.pop(frame, False):
+            self._reached()
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if name in CALLS:
+            self._calls[frame] = True
+        elif name.startswith(("JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
+            self._reached()
+        return self._goes_on
+
+    def _reached(self) -> None:
+        if self.left == 0:
+            sys.settrace(None)
+            self.left = -1
+            signal.raise_signal(signal.SIGUSR2)
+        elif self.left > 0:
+            self.left -= 1
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    def raises(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR2, raises)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def array(count: int) -> Callable[[Communicator, int], Any]:
+    return lambda comm, number: comm.send(np.full(count, number), 1)
+
+
+def objects(*counts: int) -> Callable[[Communicator, int], Any]:
+    return lambda comm, number: comm.send_object([np.full(count, number) for count in counts], 1)
+
+
+CASES = {
+    "small array": (array(3), lambda comm: comm.recv(np.zeros(3, int))),
+    "small new array": (array(3), lambda comm: comm.recv()),
+    "large array": (array(20_000), lambda comm: comm.recv(np.zeros(20_000, int))),
+    "small object": (objects(3), lambda comm: comm.recv_object()),
+    "object": (objects(300), lambda comm: comm.recv_object()),
+    "object in pieces": (objects(300, 20_000, 300), lambda comm: comm.recv_object()),
+    "probe": (array(3), lambda comm: comm.probe()),
+}
+
+
+def first(message: mpdist.Message) -> int:
+    data = message.data if message.data is not None else message.recv().wait().data  # type: ignore[attr-defined]
+    return int(np.concatenate([np.ravel(each) for each in data] if isinstance(data, list) else [data])[0])
+
+
+@pytest.mark.parametrize("how", ["comes", "is kept", "came back"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_message_is_lost_wherever_a_wait_is_interrupted(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, case: str, how: str
+) -> None:
+    """The message comes meanwhile, has come before, or has been given back by a receive that was cancelled."""
+    monkeypatch.setattr(wire, "SMALL_FRAME_BYTES", 4000)
+    monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", 4000)
+    send, post = CASES[case]
+    for number in itertools.count(1):
+        if comm.rank == 0:
+            works = [send(comm, 2 * number), send(comm, 2 * number + 1)]
+            go_on = comm.recv(np.zeros(1, int), 1, GO).wait().data[0]
+            for work in works:
+                work.wait()
+            if not go_on:
+                return
+            continue
+        interruptions = Interruptions(number)
+        got = receive_two(comm, post, interruptions, how)
+        assert got == [2 * number, 2 * number + 1], f"interrupted at place {number}"
+        assert comm._channel.unfinished() == []
+        assert comm._channel.inbox.unclaimed() == []
+        comm.send(np.full(1, int(interruptions.left < 0)), 0, GO).wait()
+        if interruptions.left >= 0:
+            assert number > 10
+            return
+
+
+def receive_two(
+    comm: Communicator, post: Callable[[Communicator], mpdist.Work[Any]], interruptions: Interruptions, how: str
+) -> list[int]:
+    engine, inbox = comm._channel.engine, comm._channel.inbox
+    probe = comm._channel.transport.comm.Iprobe
+    while not probe():
+        pass
+    work = None
+    if how == "comes":
+        work = post(comm)
+    elif how == "is kept":
+        other = comm.recv(tag=GO + 1)
+        while not inbox.box.messages:
+            engine.drive()
+        assert other.cancel()
+    else:
+        cancelled = post(comm)
+        while not cancelled._done:
+            engine.drive()
+        cancelled._abandon()
+    got = []
+    try:
+        with interruptions:
+            if work is None:
+                work = post(comm)
+            message = work.wait()
+        got.append(first(message))
+    except Interrupted:
+        if work is not None and work.done() and not work.cancelled():
+            got.append(first(work.result()))
+    while len(got) < 2:
+        got.append(first(post(comm).wait(5)))
+    return got
