@@ -11,13 +11,18 @@ in place) have no checksum: MPI itself changes them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer
+
+# At so many leases each call looks whether they are over.
+LOOKS = 16
 
 
 @dataclass(frozen=True)
@@ -51,27 +56,98 @@ class Lease:
     spans: Sequence[Span]
     is_over: Callable[[], bool]
 
+    def ends(self) -> bool:
+        """Whether it is over; then it keeps nothing of its operation alive."""
+        if not self.is_over():
+            return False
+        self.is_over = _certainly
+        return True
+
+
+def _certainly() -> bool:
+    return True
+
+
+class Places:
+    """Leased spans by their address: a look at one place does not look at all of them.
+
+    They are sorted by where they start, those of each order of magnitude by themselves: what
+    reaches into a place starts no further before it than such spans are long.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: dict[int, list[tuple[Span, Lease]]] = {}
+
+    def add(self, span: Span, lease: Lease) -> None:
+        """Hold a span."""
+        insort(self._sorted.setdefault(span.nbytes.bit_length(), []), (span, lease), key=_start)
+
+    def overlapping(self, mine: Span) -> Lease | None:
+        """A lease of a span that clashes with this one."""
+        for span, lease in self._near(mine):
+            if mine.clashes(span):
+                return lease
+        return None
+
+    def drop(self, span: Span) -> None:
+        """Forget a span whose lease is over."""
+        for _ in self._near(span):
+            pass
+
+    def _near(self, mine: Span) -> Iterator[tuple[Span, Lease]]:
+        """What may reach into a span; of leases that are over nothing stays there."""
+        for magnitude, places in self._sorted.items():
+            first = bisect_left(places, mine.start - (1 << magnitude), key=_start)
+            last = bisect_left(places, mine.start + max(mine.nbytes, 1), key=_start)
+            places[first:last] = near = [place for place in places[first:last] if not place[1].ends()]
+            yield from near
+
+
+def _start(place: tuple[Span, Lease]) -> int:
+    return place[0].start
+
 
 @dataclass
 class Leases:
     """All leases of this process."""
 
-    _held: list[Lease] = field(default_factory=list)
+    _held: deque[Lease] = field(default_factory=deque)
+    _read: Places = field(default_factory=Places)
+    _written: Places = field(default_factory=Places)
 
-    def take(self, text: str, spans: Sequence[Span], is_over: Callable[[], bool]) -> None:
+    def take(self, text: str, spans: Iterable[Span], is_over: Callable[[], bool]) -> None:
         """Add a lease, until `is_over()`."""
-        self._held.append(Lease(text, spans, is_over))
+        lease = Lease(text, [span for span in spans if span.nbytes], is_over)
+        self._held.append(lease)
+        for span in lease.spans:
+            self._places(span).add(span, lease)
 
     def check(self, who: str, spans: Iterable[Span]) -> None:
         """Raise UsageError if the memory belongs to another operation than `who`, `recv on 'world' (rank 0 of 2)`."""
-        self._held = [lease for lease in self._held if not lease.is_over()]
+        self._look_at_some()
         for mine in spans:
-            for lease in self._held:
-                if any(mine.clashes(other) for other in lease.spans):
-                    raise UsageError(
-                        f"{who}: its buffer overlaps in memory with that of {lease.text}, which is pending: "
-                        "await that first, or give each operation memory of its own"
-                    )
+            lease = self._written.overlapping(mine)
+            if lease is None and mine.writes:
+                lease = self._read.overlapping(mine)
+            if lease is not None:
+                raise UsageError(
+                    f"{who}: its buffer overlaps in memory with that of {lease.text}, which is pending: "
+                    "await that first, or give each operation memory of its own"
+                )
+
+    def _look_at_some(self) -> None:
+        """Let go of what is over, in rotation: whoever has thousands pending pays for a few of them."""
+        held = self._held
+        for _ in range(min(len(held), LOOKS)):
+            lease = held.popleft()
+            if not lease.ends():
+                held.append(lease)
+                continue
+            for span in lease.spans:
+                self._places(span).drop(span)
+
+    def _places(self, span: Span) -> Places:
+        return self._written if span.writes else self._read
 
 
 def checksum(buffers: Iterable[Buffer]) -> int:
