@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from mpdist.runtime.board import Board
 from mpdist.runtime.completion import has_warden, record_failure
+from mpdist.runtime.last_words import flush_streams, let_out, write_error
 
 FLUSH_SECONDS = 0.1
 # A rank that is not the first to fail waits so long for its death. All limits together stay below 5 s.
@@ -55,6 +56,7 @@ class Ender:
         self._host = socket.gethostname()
         self._board = board
         self._pending = pending
+        self._stderr = sys.stderr
         self._announced = threading.Lock()
         self._ended = threading.Lock()
         self.is_ending = False
@@ -69,10 +71,11 @@ class Ender:
         """
         if not self._announced.acquire(blocking=False) or not self._board.claim():
             return False
-        if tell is not None:
-            with contextlib.suppress(Exception):  # whatever a user's own hook does; MemoryError is one, too
-                tell()
-        self._say(reason)
+        with let_out(self._stderr):
+            if tell is not None:
+                with contextlib.suppress(Exception):  # whatever a user's own hook does; MemoryError is one, too
+                    tell()
+            self._say(reason)
         record_failure()
         return True
 
@@ -105,14 +108,16 @@ class Ender:
             time.sleep(NEIGHBOURS_SECONDS + 2 * FLUSH_SECONDS if patient else 2 * FLUSH_SECONDS)
             return
         time.sleep(DEATH_SECONDS)
-        self._say(reason)
+        with let_out(self._stderr):
+            self._say(reason)
 
     def announce_lost(self) -> None:
         """If a rank of this node has died without a word, say that: the launcher stops this one for its sake."""
         lost = self._board.lost()
         if lost and self._announced.acquire(blocking=False) and self._board.claim():
             how = "has died: a crash, a signal, or os._exit; the job is stopped"
-            write_error("\n".join(f"mpdist: {self._name(rank, pid)}: {how}" for rank, pid in lost))
+            with let_out(self._stderr):
+                write_error("\n".join(f"mpdist: {self._name(rank, pid)}: {how}" for rank, pid in lost))
 
     def announce_crash(self, how: str) -> None:
         """Say how this process dies, in one write: little can be relied on any more."""
@@ -142,23 +147,6 @@ class Ender:
         except Exception:  # another thread may change what is looked at; the reason is more important
             return []
         return [*texts[:PENDING_SHOWN], "..."] if len(texts) > PENDING_SHOWN else texts
-
-
-def write_error(text: str) -> None:
-    """Write lines to stderr, behind all that was printed so far; never raises, also inside a signal handler."""
-    flush_streams()
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except Exception:  # closed, replaced, or interrupted by ourselves in the middle of a write
-        with contextlib.suppress(OSError):
-            os.write(2, f"{text}\n".encode())
-
-
-def flush_streams() -> None:
-    """Flush stdout and stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # may be None, closed, or a broken pipe
-            stream.flush()
 
 
 def describe_error(error: BaseException) -> str:

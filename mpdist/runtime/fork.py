@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 from mpdist.errors import UsageError
 from mpdist.progress.engine import Engine
-from mpdist.runtime.failure import exit_code, flush_streams
+from mpdist.runtime.failure import exit_code
+from mpdist.runtime.last_words import flush_streams
 from mpdist.transport.facts import launched_as
 
 OWNER_VARIABLE = "MPDIST_OWNER"

@@ -10,7 +10,6 @@ from torch.distributed.constants import default_pg_timeout
 
 import mpdist
 from mpdist.config import Config
-from mpdist.torch import excepthook
 from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.errors import WrongCall, translated
@@ -34,7 +33,6 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """
     check_backends(_backends_of_caller())
     world = mpdist.init()
-    excepthook.install()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         _check_place(world, options.group_rank, options.group_size)

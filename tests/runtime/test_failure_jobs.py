@@ -17,6 +17,7 @@ WAYS = {
     "exception": (1, "ValueError: boom"),
     "memory": (1, "MemoryError"),
     "thread": (1, "ValueError: boom (in thread 'loader')"),
+    "hidden": (1, "ValueError: boom (in thread 'loader')"),
     "task": (1, "ValueError: boom (in task "),
     "callback": (1, "ValueError: boom (in a callback)"),
     "group": (1, "ExceptionGroup: "),
@@ -50,6 +51,7 @@ ALWAYS = [
     ("bare", "sigterm", "all_reduce", "run"),
     ("mpdist", "raise", "idle", "main"),
     ("mpdist", "exception", "recv", "run"),
+    ("mpdist", "hidden", "idle", "plain"),
     ("mpdist", "sysexit3", "idle", "run"),
 ]
 FORMS = (("bare", "run"), ("bare", "plain"), ("mpdist", "run"))
@@ -79,7 +81,7 @@ def test_failure_of_a_rank_ends_the_job_and_is_named(launcher: str, how: str, wh
     assert line.endswith("; the job is stopped")
     if reason.startswith("ValueError"):
         assert ended.err.index("Traceback") < ended.err.index("mpdist: ")
-    if how not in ("thread", "import", "task", "callback"):
+    if how not in ("thread", "hidden", "import", "task", "callback"):
         assert "rank 1 cleaned up" in ended.out
 
 

@@ -102,6 +102,27 @@ def test_an_exception_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert re.search(r"mpdist: rank 1 of 2 .*ValueError", done.stderr)
 
 
+def test_an_exception_under_gloo_shows_its_traceback(tmp_path: Path) -> None:
+    """init_process_group leads sys.stderr into a string when an exception is shown."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import mpdist, torch.distributed as dist
+        world = mpdist.init()
+        store = dist.FileStore({str(tmp_path / "store")!r}, world.size)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        world.barrier().wait()
+        if world.rank == 1:
+            raise ValueError("this one fails")
+        world.barrier().wait()
+        """)
+    )
+    done = run(2, str(script))
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert re.search(r"mpdist: rank 1 of 2 .*ValueError: this one fails", done.stderr)
+
+
 def test_a_failure_in_a_hook_of_backward_ends_the_job(tmp_path: Path) -> None:
     body = """
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -7,8 +7,10 @@ STYLE is how the program is made: `run` (mpdist.run), `uvloop` (the same under u
 """
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import resource
 import signal
@@ -42,6 +44,9 @@ def fail(how):
     if how == "thread":
         threading.Thread(target=fail, args=("exception",), name="loader").start()
         time.sleep(LONG_SECONDS)
+    if how == "hidden":
+        with contextlib.redirect_stderr(io.StringIO()):
+            fail("thread")
     if how == "sigterm":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LONG_SECONDS)
