@@ -2,8 +2,9 @@
 
 Python does not tell: when atexit handlers run, the SystemExit is gone. So
 `sys.exit`, `exit` and `quit` raise a SystemExit of our own, which looks around when
-it dies. With no Python code beneath it the interpreter has taken it, and ends; else
-the program has caught it, and goes on.
+it dies. With no Python code beneath it in the main thread the interpreter has taken it,
+and ends; else the program has caught it, and goes on. Later, in atexit handlers and while
+modules are torn down, a SystemExit changes nothing any more.
 
 `raise SystemExit(n)`, spelled out, is of Python's own class. But before the
 interpreter takes what has left a script it flushes stderr: there we look for an
@@ -18,11 +19,20 @@ import builtins
 import contextlib
 import gc
 import sys
+import threading
 import weakref
 from types import FrameType, TracebackType
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
-_left: SystemExit | None = None
+
+class Left(NamedTuple):
+    """What has left the program; not the exception itself, whose death tells something."""
+
+    name: str
+    code: object
+
+
+_left: Left | None = None
 _latest: weakref.ref[Exit] | None = None
 _replaced: list[tuple[object, str, object]] = []
 
@@ -33,12 +43,15 @@ class Exit(SystemExit):
     def __init__(self, code: object = None) -> None:
         global _latest
         super().__init__(code)
-        _latest = weakref.ref(self)
+        if threading.main_thread().is_alive():
+            _latest = weakref.ref(self)
 
     def __del__(self) -> None:
         global _left
-        if sys._getframe().f_back is None:
-            _left = Exit(self.code)
+        if sys is None or sys.is_finalizing():  # all globals may be None by now
+            return
+        if sys._getframe().f_back is None and _is_in_program():
+            _left = _described(self)
 
 
 def leave(status: object = None, /) -> NoReturn:
@@ -58,8 +71,9 @@ class Flush:
 
     def __call__(self) -> None:
         global _left
-        if sys._getframe().f_back is None:
-            _left = _held_by_the_interpreter() or _left
+        if sys._getframe().f_back is None and _is_in_program():
+            error = _held_by_the_interpreter()
+            _left = _left if error is None else _described(error)
         self._flush()
 
 
@@ -93,22 +107,32 @@ def _replace(home: object, name: str, ours: object) -> None:
 
 def status() -> object:
     """What the running exit was called with, for atexit handlers; None for a normal end, or if unknown."""
-    error = _ending()
-    return None if error is None else error.code
+    left = _ending()
+    return None if left is None else left.code
 
 
 def words() -> str:
     """`sys.exit(3)`, or `SystemExit(3)` where it was raised without it."""
-    error = _ending()
-    return "" if error is None else f"{'sys.exit' if isinstance(error, Exit) else 'SystemExit'}({error.code!r})"
+    left = _ending()
+    return "" if left is None else f"{left.name}({left.code!r})"
 
 
-def _ending() -> SystemExit | None:
+def _ending() -> Left | None:
     if _left is not None:
         return _left
     # It may still be alive where its traceback refers to itself, as after `asyncio.run`.
     latest = None if _latest is None else _latest()
-    return latest if latest is not None and _was_left_behind(latest.__traceback__) else None
+    return _described(latest) if latest is not None and _was_left_behind(latest.__traceback__) else None
+
+
+def _described(error: SystemExit) -> Left:
+    return Left("sys.exit" if isinstance(error, Exit) else "SystemExit", error.code)
+
+
+def _is_in_program() -> bool:
+    """Whether the program's main thread runs this: atexit handlers come after it has ended, in the same thread."""
+    main = threading.main_thread()
+    return main.is_alive() and main.ident == threading.get_ident()
 
 
 def _was_left_behind(trace: TracebackType | None) -> bool:

@@ -88,10 +88,16 @@ EXITS = {
     "suppressed()": "None",
     "kept()": "None",
     "in_thread()": "None",
+    "in_thread_of_c()": "None",
+    "asyncio.run(asyncio.to_thread(sys.exit, 3))": "3",
     "caught(); sys.exit(0)": "0",
+    "atexit.register(sys.exit, 3)": "None",
+    "atexit.register(raise_exit)": "None",
+    "atexit.register(sys.exit, 3); sys.exit(4)": "4",
+    "atexit.register(sys.exit, 0); in_loop()": "3",
 }
 PROGRAM = """
-import asyncio, atexit, contextlib, sys, threading
+import _thread, asyncio, atexit, contextlib, sys, threading
 from mpdist.runtime import exits
 exits.install()
 atexit.register(lambda: print(repr(exits.status())))
@@ -133,6 +139,17 @@ def in_thread():
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()
     thread.join()
+def in_thread_of_c():
+    over = threading.Event()
+    class Local:
+        def __del__(self): over.set()  # the exception refers to the frame
+    def leave():
+        local = Local()
+        sys.exit(3)
+    _thread.start_new_thread(leave, ())
+    assert over.wait(60)
+def raise_exit():
+    raise SystemExit(3)
 """
 
 

@@ -327,5 +327,18 @@ def forgotten_task_of_another_loop():
     TASKS[0]._log_traceback = False  # asyncio itself would print it when the interpreter ends
 
 
+KEPT = []
+
+
+def exits():
+    """An exit that is caught and kept, then one that ends the program well."""
+    mpdist.init()
+    try:
+        sys.exit(5)
+    except SystemExit as error:
+        KEPT.append(error)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
