@@ -9,6 +9,7 @@ warden ends the others, and prints nothing of its own.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import signal
@@ -162,8 +163,7 @@ def leave(code: int) -> NoReturn:
     flush_streams()
     if has_warden():
         os._exit(code)
-    with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread any more
-        threading.Thread(target=_leave_late, args=(code,), daemon=True).start()
+    _limit_abort()
     from mpdist.transport import mpi
 
     with contextlib.suppress(Exception):
@@ -172,10 +172,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_late(code: int) -> None:
-    """MPI_Abort may hang where another thread is inside MPI; launchers also end a job whose rank leaves badly."""
-    time.sleep(ABORT_SECONDS)
-    os._exit(code)
+def _limit_abort() -> None:
+    """Leave with status 1 if MPI_Abort hangs: launchers also end a job whose rank leaves badly.
+
+    mpi4py holds the GIL meanwhile, so that no thread of Python's could do it; faulthandler's watchdog needs none.
+    """
+    with contextlib.suppress(Exception):  # no more files, or threads
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(ABORT_SECONDS, exit=True, file=nowhere)
 
 
 def exit_code(code: object) -> int:

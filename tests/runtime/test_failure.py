@@ -30,6 +30,13 @@ def test_error_without_a_text_is_described() -> None:
     assert "Broken" in describe_error(Broken())
 
 
+def test_call_that_holds_the_gil_does_not_hold_the_end_up() -> None:
+    text = "import ctypes; from mpdist.runtime import failure; failure.ABORT_SECONDS = 0.01; failure._limit_abort()"
+    command = [sys.executable, "-c", f"{text}; ctypes.PyDLL(None).sleep(60)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=job_environ(), timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 # ---------------------------------------------------------------------- board
 
 

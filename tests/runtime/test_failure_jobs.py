@@ -115,6 +115,14 @@ def test_finally_block_that_waits_for_a_waiting_rank_does_not_hold_the_end_up() 
     assert "pending: recv from 0, tag 99" in ended.err
 
 
+@pytest.mark.skipif(not IS_OPENMPI, reason="hydra kills all ranks as soon as one has closed its socket")
+def test_rank_that_has_closed_all_files_ends_the_job() -> None:
+    """The launcher's and the warden's, too: MPI_Abort waits for an answer for ever."""
+    ended = fail("mpdist", "closed_files", "recv", "plain")
+    assert ended.status == 1
+    assert ended.err.index("Traceback") < ended.err.index("ValueError: boom; the job is stopped")
+
+
 @pytest.mark.parametrize("how", ["sigsegv", "_exit0"])
 def test_lost_rank_is_named_under_mpdist_run(how: str) -> None:
     ended = fail("mpdist", how, "recv", "run")

@@ -47,6 +47,9 @@ def fail(how):
     if how == "hidden":
         with contextlib.redirect_stderr(io.StringIO()):
             fail("thread")
+    if how == "closed_files":
+        os.closerange(3, 400)
+        fail("exception")
     if how == "sigterm":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LONG_SECONDS)
