@@ -17,6 +17,7 @@ in a session of its own, and a terminal is not passed on as stdin.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -31,7 +32,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -209,13 +210,13 @@ class Supervisor:
         allow_files(self.size + SPARE_FILES)
         with self._listen() as listener:
             self.selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
-            self._catch_signals()
-            environ = {**os.environ, **variables, warden.RUN_VARIABLE: self._contact(listener)}
-            self.launcher = start_launcher(command, environ)
-            while self.launcher.poll() is None:
-                self._turn(self.deadlines.patience())
-                self._take_due_steps()
-            self._drain()
+            with self._caught_signals():
+                environ = {**os.environ, **variables, warden.RUN_VARIABLE: self._contact(listener)}
+                self.launcher = start_launcher(command, environ)
+                while self.launcher.poll() is None:
+                    self._turn(self.deadlines.patience())
+                    self._take_due_steps()
+                self._drain()
         return self.job.verdict(self.launcher.returncode)
 
     def _listen(self) -> socket.socket:
@@ -228,16 +229,21 @@ class Supervisor:
         hosts = ["127.0.0.1"] if self.is_local else [*own_addresses(), "127.0.0.1"]
         return " ".join([self.name, self.secret, *(f"{host}:{port}" for host in hosts)])
 
-    def _catch_signals(self) -> None:
+    @contextlib.contextmanager
+    def _caught_signals(self) -> Iterator[None]:
         """Signals, SIGCHLD of mpiexec among them, arrive as bytes on a socket pair."""
         self.wakeup, write = socket.socketpair()
-        self.wakeup.setblocking(False)
-        write.setblocking(False)
-        self._wakeup_write = write
-        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
-        for number in (*warden.FORWARDED, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
-        self.selector.register(self.wakeup, selectors.EVENT_READ, self._on_signals)
+        with self.wakeup, write:
+            self.wakeup.setblocking(False)
+            write.setblocking(False)
+            signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+            for number in (*warden.heard_signals(), signal.SIGCHLD):
+                signal.signal(number, lambda *_: None)
+            self.selector.register(self.wakeup, selectors.EVENT_READ, self._on_signals)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(-1)
 
     def _turn(self, seconds: float | None) -> None:
         for key, _ in self.selector.select(seconds):
@@ -323,6 +329,8 @@ class Supervisor:
         end = time.monotonic() + DRAIN_SECONDS
         while self.connections and time.monotonic() < end:
             self._turn(max(0.0, end - time.monotonic()))
+        for connection in list(self.connections):
+            self._lose(connection)
 
     def _broadcast_stop(self) -> None:
         """Stop every rank; the warden of the one that caused it leaves first."""

@@ -101,6 +101,11 @@ def is_greeted(control: socket.socket, job: str) -> bool:
         return False
 
 
+def heard_signals() -> list[signal.Signals]:
+    """Those to forward, without the ones that this process was started to ignore: by `nohup`, or a script's `&`."""
+    return [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def exit_status(wait_status: int) -> int:
     """What a shell would show: the exit code, or 128 + signal."""
     code = os.waitstatus_to_exitcode(wait_status)
@@ -174,7 +179,7 @@ class Warden:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (*FORWARDED, signal.SIGCHLD):
+        for number in (*heard_signals(), signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         return read
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,15 @@ def run_mpdist(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def heed(ignored: Collection[signal.Signals] = ()) -> None:
+    """In a child, before it executes its program: of the signals that end jobs these are ignored, and no others.
+
+    A shell without job control ignores SIGINT in all that it starts in the background, tests included.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+
 @dataclass
 class Ended:
     """A job that is over.
@@ -54,11 +64,12 @@ class Ended:
 class Job:
     """A running `mpdist run`; its processes carry a marker in their command lines."""
 
-    def __init__(self, *arguments: str, stdin: str | None = None) -> None:
+    def __init__(self, *arguments: str, stdin: str | None = None, ignored: Collection[signal.Signals] = ()) -> None:
         self.marker = f"marker-{uuid.uuid4().hex}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mpdist", "run", *arguments, self.marker],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environ(),
+            preexec_fn=lambda: heed(ignored),
         )  # fmt: skip
         self.stdin = stdin
         self.out = ""
@@ -103,9 +114,9 @@ class Job:
 
 
 @contextmanager
-def job(*arguments: str, stdin: str | None = None) -> Iterator[Job]:
+def job(*arguments: str, stdin: str | None = None, ignored: Collection[signal.Signals] = ()) -> Iterator[Job]:
     """A job, of which nothing is left at the end of the block."""
-    started = Job(*arguments, stdin=stdin)
+    started = Job(*arguments, stdin=stdin, ignored=ignored)
     try:
         yield started
     finally:

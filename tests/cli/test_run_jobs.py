@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from cli.jobs import FAILING_RANK, PROMISED_SECONDS, Ended, Job, job
+from cli.jobs import FAILING_RANK, PROMISED_SECONDS, Ended, Job, job, job_environ
 
 pytestmark = pytest.mark.job
 
@@ -119,6 +120,26 @@ def test_finally_blocks_run_on_every_rank_at_ctrl_c() -> None:
         assert running.left_over() == []
     assert ended.status == 130
     assert all(ended.out.count(f"rank {rank} cleaned up") == 1 for rank in range(3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_job_was_started_to_ignore_does_not_end_it(number: signal.Signals, tmp_path: Path) -> None:
+    """As `nohup` does with SIGHUP, and a shell's script with SIGINT for `mpdist run ... &`."""
+    text = "import sys; print('is ready', flush=True); sys.stdin.readline(); print('finished')"
+    with job("-n", "1", script(tmp_path, text), stdin="go on\n", ignored=[number]) as running:
+        running.wait_ready(1)
+        running.process.send_signal(number)
+        ended = running.finish()
+        assert running.left_over() == []
+    assert (ended.status, ended.err) == (0, "")
+    assert "finished" in ended.out
+
+
+def test_nothing_that_was_opened_is_forgotten(tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    command = [sys.executable, "-X", "dev", "-m", "mpdist", "run", "-n", "1", path]
+    done = subprocess.run(command, env=job_environ(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_children_of_a_lost_rank_are_ended_too(tmp_path: Path) -> None:

@@ -37,6 +37,18 @@ def test_exit_status_is_that_of_a_shell() -> None:
     assert exit_status(int(signal.SIGSEGV)) == 139
 
 
+def test_a_signal_that_is_ignored_from_the_start_stays_so() -> None:
+    code = f"""
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+heard = runpy.run_path({warden.__file__!r})["heard_signals"]()
+print(signal.SIGHUP in heard, signal.SIGINT in heard)
+"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_lines_are_tagged_whole() -> None:
     read, write = os.pipe()
     tagger = LineTagger("7", write)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from cli.jobs import PROMISED_SECONDS, Ended, Job, job_environ
+from cli.jobs import PROMISED_SECONDS, Ended, Job, heed, job_environ
 from ranks.launch import mpiexec
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -40,6 +40,7 @@ class Program(Job):
             [*(run if launcher == "mpdist" else bare), *arguments, self.marker],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=job_environ() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | dict(environ or {}),
+            preexec_fn=heed,
         )  # fmt: skip
         self.since = time.monotonic()
 
