@@ -101,10 +101,12 @@ class Job:
         """
         status = shell_status(launcher_status)
         if self.interrupted_by is not None:
-            name = signal.Signals(self.interrupted_by).name
-            return Verdict(128 + self.interrupted_by, [f"mpdist: the job was stopped by {name}"])
+            text = f"mpdist: the job was stopped by {signal_name(self.interrupted_by)}"
+            return Verdict(128 + self.interrupted_by, [text])
         if self.cause is not None:
             return self._blame(self.cause, status)
+        if launcher_status == -signal.SIGPIPE:  # whoever reads the output has had enough, as `head` does
+            return Verdict(status)
         if not self.ranks:
             return Verdict(status or 1, [f"mpdist: mpiexec {describe(launcher_status)} and started no rank"])
         good = [number for number, rank in self.ranks.items() if rank.is_good]
@@ -130,7 +132,7 @@ def end_of(rank: Rank) -> str:
         agreed = "done" in rank.records
         when = " after the job was agreed to be finished" if agreed else " before the job was agreed to be finished"
     if os.WIFSIGNALED(rank.wait_status):
-        name = signal.Signals(os.WTERMSIG(rank.wait_status)).name
+        name = signal_name(os.WTERMSIG(rank.wait_status))
         hint = f" ({HINTS[name]})" if name in HINTS else ""
         return f"was killed by {name}{hint}{when}"
     code = os.waitstatus_to_exitcode(rank.wait_status)
@@ -156,9 +158,17 @@ def shell_status(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def signal_name(number: int) -> str:
+    """`SIGTERM`; `signal 40` for a real-time signal, most of which have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def describe(status: int) -> str:
     """What a process did at its end, as the rest of a sentence."""
-    return f"returned {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    return f"returned {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -52,6 +52,7 @@ def test_success_needs_every_rank_and_the_launcher(end: tuple[int, tuple[str, ..
         (EXIT_3, (), 3, "left with exit status 3 before it started mpdist (what it printed says why); the job is"),
         (EXIT_3, GOOD_RECORDS, 3, "after the job was agreed to be finished"),
         (int(signal.SIGKILL), (), 137, "was killed by SIGKILL (perhaps by the kernel, for want of memory)"),
+        (40, (), 168, "was killed by signal 40; the job is stopped"),
         (int(signal.SIGSEGV) | 128, ("used",), 139, "was killed by SIGSEGV before the job was agreed"),
     ],
 )
@@ -103,6 +104,11 @@ def test_ranks_lost_without_a_cause_are_listed(launcher_status: int, status: int
     assert "rank 1 had left with exit status 0" in verdict.lines[0]
 
 
+def test_reader_of_the_output_that_has_had_enough_ends_the_job_silently() -> None:
+    assert job_of(STOPPED, LOST).verdict(-signal.SIGPIPE) == Verdict(141)
+    assert job_of((EXIT_3, ("used",), True), LOST).verdict(-signal.SIGPIPE).status == 3
+
+
 def test_job_that_never_started_is_not_a_success() -> None:
     assert Job(2).verdict(0).status == 1
     assert "started no rank" in Job(2).verdict(0).lines[0]
@@ -130,4 +136,5 @@ def test_ranks_are_written_as_spans(ranks: list[int], text: str) -> None:
 
 def test_process_ends_are_described() -> None:
     assert (describe(3), describe(-9)) == ("returned 3", "was killed by SIGKILL")
+    assert describe(-40) == "was killed by signal 40"
     assert (shell_status(3), shell_status(-9)) == (3, 137)
