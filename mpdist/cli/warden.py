@@ -13,6 +13,8 @@ nothing of mpdist: a few milliseconds and 10 MB per rank.
 * A rank that failed leaves its warden waiting for `stop`: meanwhile the launcher
   has not noticed anything (hydra's PMI pipe is still open here), so `mpdist run`
   hears the first cause before the launcher kills the others.
+* Of a rank that ended well what its children still write is passed on until they
+  close it, where lines are tagged: without tags the launcher waits for it as well.
 * The rank is a process group of its own: signals from the launcher reach it once,
   through the warden, and killing the group takes the rank's children along. If the
   warden is killed the kernel kills the rank (PR_SET_PDEATHSIG, Linux).
@@ -43,6 +45,9 @@ STOPPED_SECONDS = 0.4
 VERDICT_SECONDS = 10.0
 # How often to look whether the launcher's daemon, our parent, still lives.
 PARENT_SECONDS = 0.5
+
+# Of a line that does not end this much is kept to be written whole; what is longer may be cut by other ranks' lines.
+LINE_BYTES = 64 * 1024
 
 PR_SET_PDEATHSIG = 1
 
@@ -169,6 +174,7 @@ class Warden:
                     self._on_signals(os.read(wakeup, 256))
                 elif not self._relay(fd, records):
                     poll.unregister(fd)
+                    self.outputs.pop(fd, None)
             self._look_at_the_clock()
             self._reap(records)
         return self._status()
@@ -224,7 +230,8 @@ class Warden:
     def _has_finished(self) -> bool:
         if self.wait_status is None:
             return False
-        return is_success(self.wait_status, self.records) or time.monotonic() >= self.leave_at
+        is_good = is_success(self.wait_status, self.records)
+        return (is_good and not self.outputs) or time.monotonic() >= self.leave_at
 
     def _status(self) -> int:
         assert self.wait_status is not None
@@ -316,7 +323,7 @@ class Warden:
         self.wait_status = status
         if not is_success(status, self.records):
             self._kill()  # what the rank has left behind
-        self.leave_at = time.monotonic() + self.linger
+            self.leave_at = time.monotonic() + self.linger
         self._tell(f"end {status} {'stopped' if self.was_stopped else 'itself'}")
 
     def _tell(self, line: str) -> None:
@@ -326,23 +333,38 @@ class Warden:
 
 
 class LineTagger:
-    """Writes whole lines with the rank in front."""
+    """Writes whole lines with the rank in front; a carriage return ends a line too, as those of progress bars do."""
 
     def __init__(self, rank: str, fd: int) -> None:
         self.tag = f"[{rank}] ".encode()
         self.fd = fd
-        self.rest = b""
+        self.parts: list[bytes] = []  # of the line that has not ended, its tag among them
+        self.nbytes = 0  # in them
+        self.is_inside = False  # a line has begun: what comes belongs to it
+        self.is_returned = False  # the last line ended with a carriage return, whose newline may come yet
 
     def write(self, data: bytes) -> None:
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        if lines:
-            self._put(b"".join(self.tag + line + b"\n" for line in lines))
+        whole = 0
+        for line in data.splitlines(keepends=True):
+            if not self.is_inside and not (self.is_returned and line == b"\n"):
+                self.parts.append(self.tag)
+            self.parts.append(line)
+            self.is_inside = not line.endswith((b"\n", b"\r"))
+            self.is_returned = line.endswith(b"\r")
+            self.nbytes += len(line)
+            if not self.is_inside:
+                whole, self.nbytes = len(self.parts), 0
+        if self.nbytes > LINE_BYTES:
+            whole, self.nbytes = len(self.parts), 0
+        if whole:
+            self._put(b"".join(self.parts[:whole]))
+            del self.parts[:whole]
 
     def flush(self) -> None:
         """Write an unfinished last line."""
-        if self.rest:
-            self._put(self.tag + self.rest + b"\n")
-            self.rest = b""
+        if self.is_inside:
+            self._put(b"".join([*self.parts, b"\n"]))
+        self.parts, self.nbytes, self.is_inside, self.is_returned = [], 0, False, False
 
     def _put(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; that is noticed elsewhere

@@ -182,6 +182,23 @@ print("error", file=sys.stderr)
         assert f"[{rank}] error" in ended.err
 
 
+@pytest.mark.parametrize("options", [[], ["--tag-output"]])
+def test_what_children_write_after_the_end_of_their_rank_is_shown(options: list[str], tmp_path: Path) -> None:
+    text = """
+import os, sys, time
+print("rank ends", flush=True)
+rank = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == rank:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print("child ends")
+"""
+    ended = run("-n", "1", *options, script(tmp_path, text))
+    tag = "[0] " if options else ""
+    assert (ended.status, ended.out.split("\n")) == (0, [f"{tag}rank ends", f"{tag}child ends", ""])
+
+
 def test_arguments_and_stdin_reach_the_program(tmp_path: Path) -> None:
     # A line, not read(): Open MPI 5.0.11's own mpiexec does not pass on the end of stdin either.
     text = "import sys; print(sys.argv[1:-1], sys.stdin.readline())"

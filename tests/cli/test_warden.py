@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,16 +50,50 @@ print(signal.SIGHUP in heard, signal.SIGINT in heard)
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_lines_are_tagged_whole() -> None:
-    read, write = os.pipe()
-    tagger = LineTagger("7", write)
+@pytest.fixture
+def tagged(tmp_path: Path) -> Iterator[tuple[LineTagger, Callable[[], bytes]]]:
+    """A tagger, and what it has written since the last question."""
+    with (tmp_path / "out").open("wb", buffering=0) as out, (tmp_path / "out").open("rb") as written:
+        yield LineTagger("7", out.fileno()), written.read
+
+
+Tagged = tuple[LineTagger, Callable[[], bytes]]
+
+
+def test_lines_are_tagged_whole(tagged: Tagged) -> None:
+    tagger, written = tagged
     tagger.write(b"one\ntw")
+    assert written() == b"[7] one\n"
     tagger.write(b"o\n\nthr")
     tagger.flush()
     tagger.flush()
-    os.close(write)
-    with os.fdopen(read, "rb") as lines:
-        assert lines.read() == b"[7] one\n[7] two\n[7] \n[7] thr\n"
+    assert written() == b"[7] two\n[7] \n[7] thr\n"
+
+
+def test_a_carriage_return_ends_a_line_once(tagged: Tagged) -> None:
+    tagger, written = tagged
+    tagger.write(b"10%\r20%\r3")
+    assert written() == b"[7] 10%\r[7] 20%\r"
+    tagger.write(b"0%\r\n40%\r")
+    assert written() == b"[7] 30%\r\n[7] 40%\r"
+    tagger.write(b"\n\nend")
+    assert written() == b"\n[7] \n"
+    tagger.flush()
+    assert written() == b"[7] end\n"
+
+
+def test_a_line_without_an_end_is_passed_on_in_large_parts(tagged: Tagged) -> None:
+    tagger, written = tagged
+    part = b"x" * (warden.LINE_BYTES // 4)
+    for _ in range(4):
+        tagger.write(part)
+    assert written() == b""
+    tagger.write(b"y")
+    assert written() == b"[7] " + 4 * part + b"y"
+    assert tagger.parts == []
+    tagger.write(b"z")
+    tagger.flush()
+    assert written() == b"z\n"
 
 
 def test_tagger_survives_a_launcher_that_is_gone() -> None:
