@@ -124,7 +124,7 @@ def rank_program(options: argparse.Namespace, kind: Kind) -> list[str]:
     names = [RANK_VARIABLES[kind.value]] if kind.value in RANK_VARIABLES else list(RANK_VARIABLES.values())
     ranks = ",".join(name.rank for name in names)
     style = "tag" if options.tag_output else "plain"
-    script = _script(options)
+    script = [warden.with_colon(word) for word in _script(options)]
     return [sys.executable, "-I", "-S", warden.__file__, ranks, style, sys.executable, *script]
 
 

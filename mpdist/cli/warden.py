@@ -70,7 +70,22 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"mpdist: rank {rank} on {socket.gethostname()} can't reach `mpdist run`: {error}", file=sys.stderr)
         return 1
-    return Warden(rank, control, tagged=style == "tag").watch(command)
+    return Warden(rank, control, tagged=style == "tag").watch([without_colon(word) for word in command])
+
+
+def with_colon(word: str) -> str:
+    """A word as it is passed through the launcher, for which a lone colon separates programs: `:` as `::`."""
+    return f"{word}:" if is_colons(word) else word
+
+
+def without_colon(word: str) -> str:
+    """The word as it was before `with_colon`."""
+    return word[1:] if is_colons(word) else word
+
+
+def is_colons(word: str) -> bool:
+    """Whether there is nothing else in it."""
+    return bool(word) and not word.strip(":")
 
 
 def connect(contact: str) -> socket.socket:

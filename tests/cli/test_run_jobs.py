@@ -202,8 +202,8 @@ if os.fork() == 0:
 def test_arguments_and_stdin_reach_the_program(tmp_path: Path) -> None:
     # A line, not read(): Open MPI 5.0.11's own mpiexec does not pass on the end of stdin either.
     text = "import sys; print(sys.argv[1:-1], sys.stdin.readline())"
-    ended = run("-n", "1", script(tmp_path, text), "-n", "a b", "--tag-output", stdin="from stdin\n")
-    assert ended.out.strip() == "['-n', 'a b', '--tag-output'] from stdin"
+    ended = run("-n", "1", script(tmp_path, text), "-n", "a b", ":", "::", "--tag-output", stdin="from stdin\n")
+    assert ended.out.strip() == "['-n', 'a b', ':', '::', '--tag-output'] from stdin"
 
 
 def test_module_runs_as_with_python_m() -> None:

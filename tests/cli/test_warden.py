@@ -140,6 +140,13 @@ def test_secret_is_not_given_to_another_job(run_address: tuple[str, list[bytes]]
     assert heard in ([], [b""])
 
 
+def test_a_lone_colon_never_reaches_the_launcher() -> None:
+    words = [":", "::", ":::", "a:", ":a", "a:b", "", "a"]
+    passed = [warden.with_colon(word) for word in words]
+    assert passed == ["::", ":::", "::::", "a:", ":a", "a:b", "", "a"]
+    assert [warden.without_colon(word) for word in passed] == words
+
+
 @pytest.mark.parametrize("contact", ["", f"a secret {closed_address()}"])
 def test_warden_that_reaches_nobody_starts_no_rank(contact: str) -> None:
     command = [sys.executable, "-I", "-S", warden.__file__, "PMI_RANK", "plain", "echo", "started"]
