@@ -23,6 +23,7 @@ from mpdist.cli.launcher import Launcher, core_count, find_launcher
 from mpdist.config import Config, variable
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
+from mpdist.runtime.fork import refuse_child
 from mpdist.transport.cuda_aware.question import described
 from mpdist.transport.facts import Launched, MpiFacts, both_wheels, gather_facts, launch_mismatch, launched_as
 
@@ -46,7 +47,8 @@ GIB = 1024**3
 def info(options: argparse.Namespace) -> int:
     """Carry out `mpdist info`: 0 if MPI works and is launched as it should be, else 1."""
     launched = launched_as(os.environ)
-    is_first = launched is None or launched.rank == 0
+    problem = _problem_of_place()
+    is_first = launched is None or launched.rank == 0 or problem is not None
     launcher = _launcher_or_reason()
     report = {
         "installation": installation(),
@@ -55,17 +57,28 @@ def info(options: argparse.Namespace) -> int:
     }
     if is_first and not options.json:
         print(as_text(report), flush=True)
-    try:
-        facts = gather_facts()
-    except Unavailable as error:
-        report["MPI"] = {"problem": str(error)}
-    else:
-        report["MPI"] = mpi_section(facts, launcher, os.environ)
-        if is_first:
-            report["MPI"]["GPU memory"] = device_text(facts.cuda, os.environ)
+    report["MPI"] = {"problem": problem} if problem else _mpi_or_problem(launcher, is_first)
     if is_first:
         print(json.dumps(report, indent=2) if options.json else as_text({"MPI": report["MPI"]}), flush=True)
     return 1 if "problem" in report["MPI"] else 0
+
+
+def _problem_of_place() -> str | None:
+    """Why MPI may not be started here: in a rank's child it would hang, or end the job."""
+    try:
+        refuse_child()
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _mpi_or_problem(launcher: Launcher | str, is_first: bool) -> Section:
+    try:
+        facts = gather_facts()
+    except Unavailable as error:
+        return {"problem": str(error)}
+    section = mpi_section(facts, launcher, os.environ)
+    return section | {"GPU memory": device_text(facts.cuda, os.environ)} if is_first else section
 
 
 def installation() -> Section:

@@ -205,3 +205,24 @@ def test_rank_0_describes_a_job() -> None:
     assert report["MPI"]["world"] == "2 ranks on 1 node"
     assert "rank 0 of 2" in report["launcher"]["this process"]
     assert report["MPI"]["node's memory"].startswith(("shared", "cannot be shared"))
+
+
+@pytest.mark.job
+def test_a_child_of_a_rank_is_told_why_it_may_not_start_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(
+        """
+import subprocess, sys, mpdist
+world = mpdist.init()
+if world.rank == 1:
+    done = subprocess.run([sys.executable, "-m", "mpdist", "info", "--json"], stdout=subprocess.PIPE, text=True)
+    print(done.stdout, flush=True)
+    assert done.returncode == 1
+world.barrier().wait()
+"""
+    )
+    done = run_mpdist("run", "-n", "2", str(script))
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert "in a process that rank 1 of 2 has itself started" in report["MPI"]["problem"]
+    assert report["installation"]["mpi4py"] != "-"
