@@ -179,6 +179,8 @@ def _measured_here(mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]
     """By the file that nobody has asked for: there may be none, or no home, or one that belongs to somebody else."""
     try:
         path = default_path()
+        if not path.is_file():  # a pipe would be waited for
+            return {}
         with path.open("rb"):
             pass
     except (OSError, RuntimeError):
@@ -187,6 +189,10 @@ def _measured_here(mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]
 
 
 def _measured(path: Path, mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError(
+            f"MPDIST_TUNING is {path}, which is no regular file: name one that `mpdist bench --tune` has written"
+        )
     try:
         tables = json.loads(path.read_text())["tables"]
         for table in tables:

@@ -204,3 +204,17 @@ def test_a_broken_file_is_refused_with_its_path(tmp_path: Path, text: str, is_na
 def test_a_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"gone\.json cannot be read \(FileNotFoundError.*; unset MPDIST_TUNING"):
         read_thresholds("auto", str(tmp_path / "gone.json"), "mpich", 2, 2)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_is_no_file_is_refused_and_never_read(tmp_path: Path, is_folder: bool) -> None:
+    path = tmp_path / "named"
+    path.mkdir() if is_folder else os.mkfifo(path)
+    with pytest.raises(UsageError, match=f"MPDIST_TUNING is {path}, which is no regular file"):
+        read_thresholds("auto", str(path), "mpich", 2, 2)
+
+
+def test_what_is_no_file_in_the_users_settings_is_passed_over() -> None:
+    default_path().parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(default_path())
+    assert read_thresholds("auto", "", "mpich", 2, 2).forced is None
