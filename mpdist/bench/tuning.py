@@ -97,9 +97,33 @@ def _kind(table: Table) -> tuple[object, ...]:
 
 
 def tuning_path(environ: Mapping[str, str]) -> Path:
-    """Where the file is: MPDIST_TUNING, else among the user's settings."""
+    """Where the file is: MPDIST_TUNING, else among the user's settings.
+
+    Raises:
+        UsageError: no file is named, and the user has no home.
+    """
     named = environ.get("MPDIST_TUNING")
-    return Path(named) if named else default_path()
+    try:
+        return Path(named) if named else default_path()
+    except RuntimeError as error:
+        raise UsageError(f"mpdist bench --tune: {error}; name the file to write by MPDIST_TUNING") from error
+
+
+def require_writable(path: Path) -> None:
+    """Find out whether `save` can write the file; its folder is made.
+
+    Raises:
+        UsageError: it can't.
+    """
+    fresh = _beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.touch()
+        fresh.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"mpdist bench --tune: {path} can't be written: {error.strerror}; name another file by MPDIST_TUNING"
+        ) from error
 
 
 def load(path: Path) -> list[Table]:
@@ -108,8 +132,10 @@ def load(path: Path) -> list[Table]:
     Raises:
         UsageError: it is no tuning file, and is not to be overwritten.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises where a folder may not be searched
         return []
+    if not path.is_file():
+        raise UsageError(f"mpdist bench --tune: {path} is no regular file; name another by MPDIST_TUNING")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         tables: list[Table] = document["tables"]
@@ -128,6 +154,10 @@ def load(path: Path) -> list[Table]:
 def save(path: Path, tables: Sequence[Table]) -> None:
     """Write the file; whoever reads it meanwhile sees the old one or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = _beside(path)
     fresh.write_text(json.dumps({"version": VERSION, "tables": tables}, indent=2) + "\n", encoding="utf-8")
     fresh.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}")

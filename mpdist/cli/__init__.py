@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ from mpdist.errors import MpdistError
 
 USAGE_STATUS = 2
 PIPE_STATUS = 141  # as a shell has it for SIGPIPE
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, when there is no place for more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text if text.startswith("mpdist ") else f"mpdist: {text}", file=sys.stderr)
         return USAGE_STATUS
     except BrokenPipeError:  # whoever reads has had enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        _drop_output()
         return PIPE_STATUS
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _drop_output()
+        print(f"mpdist {options.command}: its output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Python writes what is left of it at its end, and would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -93,14 +108,19 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
     add("--sizes", metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
-    add("--factor", type=int, help="from one size to the next (default 4; with --tune 2)")
+    add("--factor", type=_factor, help="from one size to the next (default 4; with --tune 2)")
     add("-n", "-np", "--ranks", type=_positive, default=2, metavar="N", help="number of ranks (default 2)")
     add(
         "--rivals", metavar="RIVAL,...",
         help="raw: mpi4py, blocking and not; tuned: the same in a second job whose MPI is tuned for one node; gloo: "
         "torch.distributed (default: all that are there)",
     )  # fmt: skip
-    add("--seconds", type=float, help="for the rounds of one operation at one size (default 0.5; with --tune 0.2)")
+    add(
+        "--seconds",
+        type=_seconds,
+        metavar="SECONDS",
+        help="for the rounds of one operation at one size (default 0.5; with --tune 0.2)",
+    )
     add("--json", metavar="FILE", help="add one JSON line for each case to this file")
     add("--plot", metavar="FILE.png", help="write a picture")
     add("--tune", action="store_true", help="measure each algorithm forced, and write this machine's thresholds")
@@ -124,3 +144,18 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: it must be a whole number from 1 on")
     return int(text)
+
+
+def _factor(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number to multiply sizes by: it must be a whole number from 2 on"
+        )
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: it must be above 0, as 0.5")

@@ -184,6 +184,7 @@ def tune(options: argparse.Namespace) -> int:
     """Measure each algorithm forced, and write from which size on it is the faster one."""
     path = tuning.tuning_path(os.environ)
     tables = tuning.load(path)
+    tuning.require_writable(path)
     with tempfile.TemporaryDirectory() as folder:
         native = run_forced(options, Path(folder, "native"), "native")
         algorithm = "hierarchical" if native[0].nodes > 1 else "shared"

@@ -54,6 +54,40 @@ def test_mistake_is_one_line_and_starts_nothing(arguments: list[str], capsys: py
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MPDIST_TUNING": "/proc/gone/tuning.json"},
+        {"MPDIST_TUNING": "/dev/null"},
+        {"MPDIST_TUNING": "/tmp"},
+        {"MPDIST_TUNING": "", "XDG_CONFIG_HOME": "", "HOME": "/proc/gone"},
+        {"MPDIST_TUNING": "", "XDG_CONFIG_HOME": "/proc/gone"},
+    ],
+)
+def test_thresholds_that_can_not_be_written_are_not_measured(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--tune"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "MPDIST_TUNING" in told
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [*(("--seconds", value) for value in ("nan", "inf", "0", "-1", "x")), *(("--factor", n) for n in ("0", "1", "x"))],
+)
+def test_times_and_steps_that_can_not_be_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: {value!r} is not a number" in capsys.readouterr().err
+
+
 def test_every_operation_that_has_a_choice_is_tuned() -> None:
     assert set(TUNED_OPERATIONS) == set(CHOSEN_OPERATIONS)
 

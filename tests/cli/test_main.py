@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -132,3 +133,13 @@ def test_a_reader_that_has_had_enough_sees_no_traceback() -> None:
     _, errors = info.communicate(timeout=60)
     assert errors == ""
     assert info.returncode == PIPE_STATUS
+
+
+def test_output_without_a_place_is_one_line_and_status_1() -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mpdist", "info"]
+        info = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert info.returncode == 1
+    assert info.stderr == "mpdist info: its output cannot be written: No space left on device\n"
