@@ -20,6 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, when there is no
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    open_standard_files()
     options = build_parser().parse_args(arguments)
     try:
         return _COMMANDS[options.command](options)
@@ -36,6 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"mpdist {options.command}: its output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def open_standard_files() -> None:
+    """Where 0, 1 or 2 is closed it becomes the empty device: else a socket or pipe of ours, or mpiexec's, gets it."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: it is `fd`
 
 
 def _drop_output() -> None:
