@@ -140,6 +140,8 @@ def end_of(rank: Rank) -> str:
         return f"left with exit status 0, as by os._exit(0),{when}"
     if not when:
         return f"left with exit status {code} before it started mpdist (what it printed says why)"
+    if "open" not in rank.records:  # a variable is wrong, say
+        return f"left with exit status {code} while it started mpdist (what it printed says why)"
     return f"left with exit status {code}{when}{'' if 'done' in rank.records else DEBUG_HINT}"
 
 

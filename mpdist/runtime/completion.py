@@ -2,7 +2,7 @@
 
 An exit status can't prove that a rank finished its work: `os._exit(0)` in the
 middle leaves with 0. So the rank writes words into a pipe that its warden
-holds: it has started, it has explained its failure, all ranks agreed that the
+holds: it starts mpdist, mpdist has started, it has explained its failure, all ranks agreed that the
 job is finished. Without `mpdist run` there is no pipe, and nothing happens.
 Only the process that the warden started may write: forked and spawned children
 inherit the variables, but not the process id in them.
@@ -18,8 +18,13 @@ PID_VARIABLE = "MPDIST_COMPLETION_PID"
 
 
 def record_start() -> None:
-    """mpdist has started on this rank: from now on only `record_completion` makes it successful."""
+    """mpdist starts on this rank: from now on only `record_completion` makes it successful."""
     _record(b"used")
+
+
+def record_opening() -> None:
+    """The start of mpdist is over: what ends this rank from now on is not what kept mpdist from starting."""
+    _record(b"open")
 
 
 def record_failure() -> None:

@@ -26,7 +26,7 @@ from mpdist.progress.engine import Engine
 from mpdist.runtime import exits, finish, fork
 from mpdist.runtime.answers import describe_pending
 from mpdist.runtime.board import Board, board_bytes
-from mpdist.runtime.completion import record_completion, record_start
+from mpdist.runtime.completion import record_completion, record_opening, record_start
 from mpdist.runtime.control import Control
 from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
@@ -265,6 +265,7 @@ def _launch() -> Job:
     job.control.start()
     if config.progress_thread:
         engine.start_thread()
+    record_opening()
     return job
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from mpdist.runtime.completion import record_completion, record_failure, record_start
+from mpdist.runtime.completion import record_completion, record_failure, record_opening, record_start
 
 FAILING = 1
 PAUSE_SECONDS = 0.3
@@ -62,6 +62,7 @@ def wait(world, where: str) -> None:
 def main(how: str, where: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     record_start()
+    record_opening()
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -11,7 +11,7 @@ from mpdist.cli.job import Job, Verdict, describe, ranks_text, shell_status
 EXIT_3 = 3 << 8
 EXIT_14 = 14 << 8  # as Open MPI ends a rank whose connection was closed
 KILLED = int(signal.SIGKILL)
-GOOD_RECORDS = ("used", "done")
+GOOD_RECORDS = ("used", "open", "done")
 
 
 def job_of(*ends: tuple[int | None, tuple[str, ...], bool]) -> Job:
@@ -45,9 +45,15 @@ def test_success_needs_every_rank_and_the_launcher(end: tuple[int, tuple[str, ..
         (0, ("used",), 1, "left with exit status 0, as by os._exit(0), before the job was agreed"),
         (
             EXIT_3,
-            ("used",),
+            ("used", "open"),
             3,
             "left with exit status 3 before the job was agreed to be finished (MPDIST_DEBUG=1 may say why)",
+        ),
+        (
+            EXIT_3,
+            ("used",),
+            3,
+            "left with exit status 3 while it started mpdist (what it printed says why); the job is",
         ),
         (EXIT_3, (), 3, "left with exit status 3 before it started mpdist (what it printed says why); the job is"),
         (EXIT_3, GOOD_RECORDS, 3, "after the job was agreed to be finished"),

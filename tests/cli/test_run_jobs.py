@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,6 +134,23 @@ def test_a_signal_that_the_job_was_started_to_ignore_does_not_end_it(number: sig
         assert running.left_over() == []
     assert (ended.status, ended.err) == (0, "")
     assert "finished" in ended.out
+
+
+def test_a_wrong_variable_gets_no_hint_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPDIST_TIMEOUT", "x")
+    ended = run("-n", "2", script(tmp_path, "import mpdist; mpdist.init()"))
+    assert ended.status == 1
+    assert "MPDIST_TIMEOUT='x' is not valid" in ended.err
+    assert "while it started mpdist (what it printed says why); the job is stopped" in ended.last_line
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_without_standard_files_runs(closed: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "import pathlib, sys; print('lost', file=sys.stderr); pathlib.Path(sys.argv[1]).touch()")
+    command = shlex.join([sys.executable, "-m", "mpdist", "run", "-n", "1", path, str(tmp_path / "done")])
+    done = subprocess.run(["sh", "-c", f"{command} {closed}"], env=job_environ(), timeout=60, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "done").exists()
 
 
 def test_nothing_that_was_opened_is_forgotten(tmp_path: Path) -> None:
