@@ -111,10 +111,15 @@ class Job:
             return Verdict(status or 1, [f"mpdist: mpiexec {describe(launcher_status)} and started no rank"])
         good = [number for number, rank in self.ranks.items() if rank.is_good]
         if len(good) < self.size:
-            return Verdict(status or 1, [unproved(good, self.size, launcher_status)])
+            return Verdict(status or 1, [unproved(good, self.size, launcher_status, self._silent_hosts())])
         if status:
             return Verdict(status, [f"mpdist: all ranks finished, but mpiexec {describe(launcher_status)}"])
         return Verdict(0)
+
+    def _silent_hosts(self) -> list[str]:
+        """Of several, those with a rank whose end nobody has reported."""
+        hosts = {rank.host for rank in self.ranks.values()}
+        return sorted({rank.host for rank in self.ranks.values() if rank.wait_status is None}) if len(hosts) > 1 else []
 
     def _blame(self, rank: Rank, launcher_status: int) -> Verdict:
         status = launcher_status if rank.wait_status is None else exit_status(rank.wait_status)
@@ -145,13 +150,14 @@ def end_of(rank: Rank) -> str:
     return f"left with exit status {code}{when}{'' if 'done' in rank.records else DEBUG_HINT}"
 
 
-def unproved(good: Sequence[int], size: int, launcher_status: int) -> str:
+def unproved(good: Sequence[int], size: int, launcher_status: int, silent_hosts: Sequence[str]) -> str:
     """The text for a job that was ended by something that no rank has seen."""
+    hosts = f", perhaps {', '.join(silent_hosts)}" if silent_hosts else ""
     missing = ranks_text(set(range(size)) - set(good))
     before = f"; {ranks_text(good)} had left with exit status 0" if good else ""
     return (
         f"mpdist: mpiexec {describe(launcher_status)}, but {missing} of {size} did not finish "
-        f"(MPI_Abort, a lost host, or a signal){before}"
+        f"(MPI_Abort, a lost host{hosts}, or a signal){before}"
     )
 
 

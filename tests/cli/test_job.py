@@ -110,6 +110,13 @@ def test_ranks_lost_without_a_cause_are_listed(launcher_status: int, status: int
     assert "rank 1 had left with exit status 0" in verdict.lines[0]
 
 
+def test_host_that_was_not_heard_again_is_named() -> None:
+    job = job_of(LOST, STOPPED, LOST)
+    assert "(MPI_Abort, a lost host, or a signal)" in job.verdict(1).lines[0], "there is one host"
+    job.ranks[0].host = job.ranks[2].host = "b"
+    assert "(MPI_Abort, a lost host, perhaps b, or a signal)" in job.verdict(1).lines[0]
+
+
 def test_reader_of_the_output_that_has_had_enough_ends_the_job_silently() -> None:
     assert job_of(STOPPED, LOST).verdict(-signal.SIGPIPE) == Verdict(141)
     assert job_of((EXIT_3, ("used",), True), LOST).verdict(-signal.SIGPIPE).status == 3
