@@ -6,9 +6,11 @@ How tests run on several ranks: `ranks/plugin.py`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import cast
+from typing import Any, cast
 
 import hypothesis
 import pytest
@@ -20,6 +22,12 @@ import mpdist
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 pytest_plugins = ("ranks.plugin", "pytester", "comm.devices")
+
+# Without torch the folder of its tests would be taken for it.
+spec = importlib.util.find_spec("torch")
+if spec is None or spec.origin is None:
+    sys.modules["torch"] = cast(Any, None)  # imports of it fail, as tests that can do without it expect
+    collect_ignore = ["torch", "data_parallel"]
 
 # All ranks must try the same examples, the same number of times: no random seed, no database of earlier failures,
 # no search for a smaller example and no health check by the clock, which may end differently on each rank.
