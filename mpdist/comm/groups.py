@@ -102,7 +102,11 @@ class Groups(Operations):
     def subgroup(self, ranks: Sequence[int]) -> Joined:
         """A communicator of these ranks, in this order; only they call it."""
         self._channel.check_usable("subgroup")
-        members = tuple(self._rank(rank, f"ranks[{place}]") for place, rank in enumerate(ranks))
+        try:
+            listed = list(ranks)
+        except TypeError:
+            raise UsageError(f"ranks must be a sequence of ranks, got {ranks!r}") from None
+        members = tuple(self._rank(rank, f"ranks[{place}]") for place, rank in enumerate(listed))
         if len(set(members)) != len(members):
             raise InvalidRank(f"ranks is {list(members)}: a rank must not appear twice")
         if self.rank not in members:

@@ -50,9 +50,9 @@ TORCH_DEVICES: dict[str, Callable[[int], Device]] = {"cuda": cuda}
 
 def device_of(name: str) -> Device:
     """`cpu`, `cuda` or `cuda:1` as a Device; raises UsageError."""
-    kind, colon, index = name.partition(":")
     if name == "cpu":
         return HOST
+    kind, colon, index = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind != "cuda" or (colon and not index.isdecimal()):
         raise UsageError(f"device is {name!r}; it must be 'cpu', 'cuda' or 'cuda:1'")
     return cuda(int(index or 0))

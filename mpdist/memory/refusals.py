@@ -29,6 +29,8 @@ def not_an_array(x: object) -> UnsupportedBuffer:
     if isinstance(x, np.ma.MaskedArray):
         return UnsupportedBuffer(got + "A mask is not communicated: x.filled(value) makes a plain array")
     if torch_base(type(x)) is not None:
+        if getattr(x, "is_nested", False):
+            return _nested()
         return UnsupportedBuffer(got + "It has no memory of its own; unwrap it first (DTensor: x.to_local())")
     if hasattr(x, "__array__"):
         return UnsupportedBuffer(got + "np.asarray(x) makes one")
@@ -107,6 +109,8 @@ def strided(what: str, shape: tuple[int, ...], remedy: str, *, fortran: bool = F
 
 def torch_tensor(x: Any) -> UnsupportedBuffer:
     """A torch tensor that has no plain memory of a known type on a known device."""
+    if x.is_nested:
+        return _nested()
     if str(x.layout) != "torch.strided":
         return UnsupportedBuffer(f"got a torch tensor of layout {x.layout}; needed a dense one. Use x.to_dense()")
     if not x.is_cpu and x.device.type not in TORCH_DEVICES:
@@ -124,6 +128,13 @@ def torch_tensor(x: Any) -> UnsupportedBuffer:
         return strided("a torch tensor", tuple(x.shape), "x.contiguous()")
     return UnsupportedBuffer(
         f"got a torch tensor of shape {tuple(x.shape)} without memory (freed, fake or wrapped); needed an ordinary one"
+    )
+
+
+def _nested() -> UnsupportedBuffer:
+    return UnsupportedBuffer(
+        "got a nested torch tensor, whose parts have no shape in common; needed a dense one. "
+        "Use each of x.unbind(), or x.to_padded_tensor(0)"
     )
 
 

@@ -78,7 +78,7 @@ def _from_torch(x: Any) -> Buffer:
     if element is None or not x.is_cpu:
         return _from_torch_checked(x)
     try:
-        if not x.is_contiguous() or x.is_neg() or (element.kind == "complex" and x.is_conj()):
+        if x.is_nested or not x.is_contiguous() or x.is_neg() or (element.kind == "complex" and x.is_conj()):
             raise refusals.torch_tensor(x)
         count = x.numel()
         address = x.data_ptr()
@@ -98,7 +98,7 @@ def _from_torch_checked(x: Any) -> Buffer:
     if x.is_cpu:
         return _from_torch(x)
     device_of = TORCH_DEVICES.get(x.device.type)
-    if device_of is None or not x.is_contiguous() or x.is_neg() or x.is_conj():
+    if device_of is None or x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj():
         raise refusals.torch_tensor(x)
     count = x.numel()
     device = device_of(x.get_device())

@@ -147,6 +147,10 @@ class Receive(Wrapped[Message]):
         except NoRoom as error:
             failure = self._no_room(incoming, error)
             raise failure from failure.__cause__
+        except UnsupportedBuffer as error:
+            got, advice = "a receive without x", "give x as a torch tensor, or import ml_dtypes first"
+            text = self._misfit(incoming, f"{got}, for which NumPy has no type", advice)
+            raise UnsupportedBuffer(text) from error
 
     def _no_room(self, incoming: Incoming, error: NoRoom) -> CommunicationError:
         failure = CommunicationError(self._misfit(incoming, str(error), "free memory, and receive it again"))

@@ -426,6 +426,8 @@ def wrap(comm: object) -> Transport:
     """A Transport over a duplicate of an mpi4py communicator; collective."""
     if not isinstance(comm, MPI.Intracomm):
         raise UsageError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise UsageError("an mpi4py intracommunicator is needed, got MPI.COMM_NULL: it was freed before")
     return Transport(comm.Dup())
 
 

@@ -318,6 +318,7 @@ def group_cases() -> Iterator[Case]:
     yield "split: a color that is no integer", lambda comm: comm.split("a"), UsageError, ("split", "'a'")  # type: ignore[arg-type]
     yield "split: a key that is no integer", lambda comm: comm.split(0, 0.5), UsageError, ("split", "0.5")  # type: ignore[arg-type]
     yield "subgroup: twice the same", lambda comm: comm.subgroup([comm.rank] * 2), InvalidRank, ("subgroup", "twice")
+    yield "subgroup: a number", lambda comm: comm.subgroup(3), UsageError, ("subgroup", "sequence of ranks, got 3")  # type: ignore[arg-type]
     yield "subgroup: empty", lambda comm: comm.subgroup([]), InvalidRank, ("subgroup", "members")
     yield "timeout: negative", lambda comm: setattr(comm, "timeout", -1), UsageError, ("timeout", "-1")
     yield (

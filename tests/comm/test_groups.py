@@ -509,6 +509,8 @@ async def test_an_mpi4py_communicator_is_taken_as_a_duplicate(comm: Communicator
     own.Free()
     with pytest.raises((TypeError, mpdist.UsageError), match="mpi4py"):
         Communicator.from_mpi4py("nonsense")
+    with pytest.raises(mpdist.UsageError, match="was freed"):
+        Communicator.from_mpi4py(own)
 
 
 async def test_mpi4py_communicators_of_one_name_get_different_names(comm: Communicator) -> None:

@@ -7,11 +7,19 @@ import gc
 import numpy as np
 import pytest
 
+from mpdist.errors import UsageError
 from mpdist.memory import BY_NAME, HOST, Buffer, Device, as_buffer, is_same, overlap
+from mpdist.memory.buffer import device_of
 
 
 def on_cuda(address: int, nbytes: int, index: int = 0) -> Buffer:
     return Buffer(None, nbytes, nbytes, BY_NAME["uint8"], Device("cuda", index), False, None, address)
+
+
+@pytest.mark.parametrize("name", [None, 0, "gpu", "cuda:x"])
+def test_what_names_no_device_is_told(name: object) -> None:
+    with pytest.raises(UsageError, match="it must be 'cpu', 'cuda' or 'cuda:1'"):
+        device_of(name)  # type: ignore[arg-type]
 
 
 def test_the_address_is_that_of_the_first_byte() -> None:

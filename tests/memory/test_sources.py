@@ -138,6 +138,11 @@ def torch_refusals() -> dict[str, tuple[Callable[[Any], Any], str]]:
         "sparse": (lambda torch: torch.eye(3).to_sparse(), r"to_dense"),
         "sparse rows": (lambda torch: torch.eye(3).to_sparse_csr(), r"to_dense"),
         "meta": (lambda torch: torch.ones(3, device="meta"), r"device meta"),
+        "nested": (lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"unbind\(\)"),
+        "jagged": (
+            lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            r"unbind\(\)",
+        ),
         "conjugated": (lambda torch: torch.ones(3, dtype=torch.complex64).conj(), r"resolve_conj"),
         "negated": (lambda torch: torch.ones(1, dtype=torch.complex64).conj().imag, r"resolve_neg"),
         "float8": (lambda torch: torch.ones(3).to(torch.float8_e4m3fn), r"torch\.float8_e4m3fn"),
