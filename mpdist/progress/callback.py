@@ -10,7 +10,10 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Callable
+from threading import current_thread
 from typing import TYPE_CHECKING, Any
+
+from mpdist.progress.thread import ProgressThread
 
 if TYPE_CHECKING:
     from mpdist.progress.work import Work
@@ -19,13 +22,13 @@ if TYPE_CHECKING:
 def call_back(fn: Callable[[Work[Any]], object], work: Work[Any]) -> None:
     """Call `fn(work)`, and report what it raises as asyncio does for its own callbacks.
 
-    SystemExit and KeyboardInterrupt pass, as they do in asyncio.
+    SystemExit and KeyboardInterrupt pass, as they do in asyncio; not on the progress thread, which they would end.
     """
     try:
         fn(work)
-    except (SystemExit, KeyboardInterrupt):
-        raise
     except BaseException as error:
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(current_thread(), ProgressThread):
+            raise
         _report(f"mpdist: callback {fn!r} of {work.describe()} raised", error)
 
 

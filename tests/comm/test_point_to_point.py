@@ -524,6 +524,22 @@ async def test_an_object_that_does_not_unpickle_fails_its_receive_only(comm: Com
     assert (await comm.recv_object()).data == "next"
 
 
+async def test_an_object_that_exits_when_it_is_unpickled_fails_its_receive_only(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("a message to oneself is unpickled when it is sent")
+    await comm.send_object(Leaving(), after(comm))
+    await comm.send_object("next", after(comm))
+    with pytest.raises(mpdist.CommunicationError, match="SystemExit: not today"):
+        await comm.recv_object()
+    assert (await comm.recv_object()).data == "next"
+    with pytest.raises(mpdist.CommunicationError, match="SystemExit: not today"):
+        await comm.all_gather_object(Leaving())
+
+
+def leave() -> None:
+    raise SystemExit("not today")
+
+
 def refuse() -> None:
     raise ArithmeticError("not today")
 
@@ -533,6 +549,13 @@ class Stubborn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return refuse, ()
+
+
+class Leaving:
+    """Exits when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave, ()
 
 
 # ---------------------------------------------------------------------- load

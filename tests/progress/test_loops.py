@@ -278,6 +278,31 @@ def test_a_receive_awaited_in_a_second_running_loop_goes_on_in_the_first(comm: C
 # ---------------------------------------------------------------------- threads
 
 
+def test_a_callback_that_exits_does_not_end_the_progress_thread(
+    comm: Communicator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is reported there: nobody would hear of it, and nothing would go on."""
+    engine = comm._channel.engine
+    is_called, is_received = threading.Event(), threading.Event()
+
+    def leave(_: object) -> None:
+        is_called.set()
+        raise SystemExit("on purpose")
+
+    first, second = comm.recv(src=peer(comm), tag=1), comm.recv(src=peer(comm), tag=2)
+    first.add_done_callback(leave)
+    second.add_done_callback(lambda _: is_received.set())
+    engine.start_thread()
+    try:
+        comm.send(np.zeros(1), peer(comm), 1)
+        assert is_called.wait(20)
+        comm.send(np.zeros(1), peer(comm), 2)
+        assert is_received.wait(20)
+    finally:
+        engine.stop_thread()
+    assert "SystemExit: on purpose" in capsys.readouterr().err
+
+
 @pytest.mark.limit(120)
 def test_threads_send_and_wait_at_once(comm: Communicator) -> None:
     """Each thread has a tag: order holds within it, and every message arrives once."""
