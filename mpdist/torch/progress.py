@@ -41,7 +41,8 @@ class Progress:
     def __init__(self, engine: Engine) -> None:
         self.waiting: set[int] = set()
         self._engine = engine
-        self._first = Driver(engine, self.waiting)
+        self._calls: deque[Callable[[], object]] = deque()
+        self._first = Driver(engine, self.waiting, self._calls)
         self._active = self._first
 
     def posted(self) -> None:
@@ -53,10 +54,10 @@ class Progress:
             driver.wake()
 
     def later(self, call: Callable[[], object]) -> None:
-        """Run a call on the thread: its caller holds what the call might wait for."""
+        """Run a call on another thread: its caller holds what the call might wait for."""
+        self._calls.append(call)
         driver = self._active
-        driver.calls.append(call)
-        driver.wake()
+        (driver.next_one() if driver is self._current() else driver).rouse()
 
     @property
     def is_awake(self) -> bool:
@@ -114,13 +115,13 @@ class Driver:
 
     since = 0.0
 
-    def __init__(self, engine: Engine, waiting: set[int]) -> None:
+    def __init__(self, engine: Engine, waiting: set[int], calls: deque[Callable[[], object]]) -> None:
         self.is_awake = self.is_lent = False
         self.thread: threading.Thread | None = None
         self.relief: Driver | None = None
-        self.calls: deque[Callable[[], object]] = deque()
         self._engine = engine
         self._waiting = waiting
+        self._calls = calls
         self._work = threading.Event()
         self._starting = threading.Lock()
         self._ending = False
@@ -128,12 +129,16 @@ class Driver:
     def next_one(self) -> Driver:
         """The thread that relieves this one."""
         if self.relief is None:
-            self.relief = Driver(self._engine, self._waiting)
+            self.relief = Driver(self._engine, self._waiting, self._calls)
         return self.relief
 
     def wake(self) -> None:
         """Look from now on."""
         self.is_awake = True
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Let the thread run what is to be called, also where it does not look."""
         self._work.set()
         if self.thread is None:
             with self._starting:
@@ -156,20 +161,28 @@ class Driver:
             self._work.wait()
             self._work.clear()
             self._drive()
+            self._run_calls()  # those that came while another was to look
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread was faster
+                return
+            call()
 
     def _drive(self) -> None:
         engine = self._engine
         last = monotonic()
         while self.is_awake and not self._ending:
-            while self.calls:
-                self.calls.popleft()()
+            self._run_calls()
             if self._waiting:
                 last = monotonic()
                 time.sleep(LONG_NAP_SECONDS)
             elif engine.is_idle():
                 if monotonic() - last > AWAKE_SECONDS:
                     self.is_awake = False
-                    if engine.is_idle() and not self.calls:
+                    if engine.is_idle() and not self._calls:
                         return
                     self.is_awake = True  # posted between the look and the end
                 time.sleep(LONG_NAP_SECONDS)

@@ -21,6 +21,7 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
+from mpdist.torch.futures import Backwards, Future
 from mpdist.torch.options import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 # A point-to-point operation has no limit of its own at first: it gets one when somebody has waited this long.
 UNWATCHED_SECONDS = 0.2
-
-# A wait at the end of a backward goes on as long as anything moves within this time.
-STANDSTILL_SECONDS = 0.05
 
 _making = threading.Lock()
 
@@ -48,7 +46,7 @@ class Waiter:
         self.progress = progress
         self.engine = engine
         self.seconds = seconds
-        self._in_backward: list[OwnWork[Any]] = []
+        self.backwards = Backwards(self)
 
     def wait(self, posted: OwnWork[Any], seconds: float | None = None) -> bool:
         """Drive until it is done; False if so many seconds have passed."""
@@ -61,23 +59,6 @@ class Waiter:
             return self._wait_for_message(posted, seconds)
         finally:
             waiting.discard(thread)
-
-    def complete_with_backward(self, posted: OwnWork[Any]) -> None:
-        """Where a backward runs in this thread, drive at its end: DDP waits there, in C++, where nobody could."""
-        if torch._C._current_graph_task_id() == -1:
-            return
-        if not self._in_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._in_backward.append(posted)
-
-    def _end_backward(self) -> None:
-        works, self._in_backward = self._in_backward, []
-        for work in works:
-            moves = -1
-            # Another rank may need what this one does after its backward: without progress the wait ends.
-            while not work._done and moves != self.engine.moves:
-                moves = self.engine.moves
-                self.wait(work, STANDSTILL_SECONDS)
 
     def _wait_for_message(self, posted: OwnWork[Any], seconds: float | None) -> bool:
         unwatched = UNWATCHED_SECONDS if self.seconds == 0 else min(UNWATCHED_SECONDS, self.seconds / 2)
@@ -116,7 +97,9 @@ class Work(TorchWork):
         self._outputs = outputs
         self._finish = finish
         self._event = event
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: Future | None = None
+        self._is_complete = False
+        self._is_held = False
         if finish is not None:
             self._finishing = threading.Lock()
             self._finish_when_done()
@@ -205,43 +188,42 @@ class Work(TorchWork):
 
     @leave_alone
     def get_future(self) -> torch.futures.Future[Any]:
-        """A Future of the result; its callbacks run on the thread that finds the operation done."""
-        if self._future is None:
-            with _making:
-                if self._future is None:
-                    self._future = Future(self)
-                    when_done(self._posted, self._resolve)
-                    if not self._posted._done:
-                        self._waiter.progress.posted()
-                        self._waiter.complete_with_backward(self._posted)
+        """A Future of the result; its callbacks run on the thread that finds the operation done, see `futures`."""
+        with _making:
+            if self._future is not None:
+                return self._future
+            self._future = Future(self)
+        backward = self._waiter.backwards.current()
+        if backward is None:
+            when_done(self._posted, lambda _: self.complete())
+        else:
+            self._is_held = True
+            backward.hold(self)
+        if not self._posted._done:
+            self._waiter.progress.posted()
         return self._future
 
-    def _resolve(self, posted: OwnWork[Any]) -> None:
-        future = self._future
-        assert future is not None
-        if posted._error is not None:
+    def complete(self) -> None:
+        """Give the Future, if there is one, what the operation, which is done, has led to."""
+        with _making:
+            future = self._future
+            if future is None or self._is_complete:
+                return
+            self._is_complete = True
+        error = self._posted._error
+        if error is None:
+            try:
+                self._finish_once()
+            except Exception as failure:  # to whoever waits, as `wait` raises it
+                error = failure
+        else:
+            error = translated(self._posted._seen_error())
+        if error is not None:
             # The thread that tells of a timeout must not wait for what a callback may wait for.
-            error = translated(posted._seen_error())
             self._waiter.progress.later(lambda: future.set_exception(error))
             return
-        self._finish_once()
         with self._waiter.progress.lent():
             future.set_result(list(self._outputs))
-
-
-class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
-    """A Future whose `wait` drives: it may be called in a callback, on the thread that would drive otherwise."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(devices=devices_of(work._outputs))
-        self._work = work
-
-    def wait(self) -> Any:
-        """The result, or what went wrong."""
-        posted = self._work._posted
-        if not posted._done:
-            self._work._waiter.wait(posted)
-        return super().wait()
 
 
 class Done(TorchWork):

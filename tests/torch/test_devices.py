@@ -295,9 +295,7 @@ def test_data_parallel_is_training_on_all_batches(group: dist.ProcessGroup, wrap
     if wrapper == "ours":
         model: Any = mpdist.torch.DistributedDataParallel(module, group, bucket_cap_mb=1e-3)
     else:
-        # torch calls the hooks of several buckets side by side, and what PowerSGD posts later in each would come in
-        # different orders on the ranks.
-        model = TorchDataParallel(module, bucket_cap_mb=25 if hook == "powerSGD" else 1e-3)
+        model = TorchDataParallel(module, bucket_cap_mb=1e-3)
     made = make()
     if made is not None:
         model.register_comm_hook(*made)

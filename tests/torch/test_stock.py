@@ -169,7 +169,7 @@ def hooks() -> Iterator[Any]:
 @pytest.mark.parametrize(("hook", "tolerance"), hooks())
 def test_ddp_with_a_hook(group: dist.ProcessGroup, hook: Callable[[], tuple[Any, Any]], tolerance: float) -> None:
     net = Net()
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-4)
     model.register_comm_hook(*hook())
     train(model, group.rank())
     assert_trained(net, trained_alone(group.size()), tolerance=tolerance)

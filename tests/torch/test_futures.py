@@ -1,0 +1,147 @@
+"""Futures: in which order those of a backward complete, and that each does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
+
+LAYERS = 6
+
+
+def backward(hook: Callable[[int], object]) -> None:
+    """A backward in which the hook is called with 0, 1, ..., as DDP's is with its buckets."""
+    x = torch.ones(1, requires_grad=True)
+    for layer in reversed(range(LAYERS)):
+        x = x * 1.0
+        x.register_hook(lambda grad, layer=layer: hook(layer) and None)
+    x.sum().backward()
+
+
+def numbers(group: dist.ProcessGroup, layer: int, stage: int) -> Tensor:
+    return torch.full((1 + layer + 100 * stage,), float(group.rank() + layer))
+
+
+def total(group: dist.ProcessGroup, layer: int) -> float:
+    return float(sum(rank + layer for rank in range(group.size())))
+
+
+def test_what_callbacks_post_in_a_backward_is_in_one_order_on_all_ranks(group: dist.ProcessGroup) -> None:
+    """As PowerSGD does: three collectives for each bucket, each posted by a callback of the one before."""
+    done: list[tuple[int, int]] = []
+    futures: list[Any] = []
+
+    def post(layer: int, stage: int) -> None:
+        time.sleep(0.003 * ((group.rank() + layer) % 2))
+
+        def go_on(future: torch.futures.Future[list[Tensor]]) -> None:
+            assert future.value()[0].unique().tolist() == [total(group, layer)]
+            done.append((stage, layer))
+            if stage < 2:
+                post(layer, stage + 1)
+
+        work = dist.all_reduce(numbers(group, layer, stage), async_op=True)
+        futures.append(work.get_future().then(go_on))
+
+    for _ in range(3):
+        backward(lambda layer: post(layer, 0))
+        for future in futures:  # grows while it is gone through
+            future.wait()
+        assert done == [(stage, layer) for stage in range(3) for layer in range(LAYERS)]
+        done.clear()
+        futures.clear()
+
+
+def test_a_hook_may_wait_for_its_future_and_what_becomes_of_it(group: dist.ProcessGroup) -> None:
+    found: list[float] = []
+
+    def wait(layer: int) -> None:
+        if layer == 0:  # which is held back while the others complete
+            dist.all_reduce(numbers(group, 0, 1), async_op=True).get_future()
+            return
+        future = dist.all_reduce(numbers(group, layer, 0), async_op=True).get_future()
+        if layer % 3 == 0:
+            while not future.done():
+                time.sleep(0.001)
+            found.append(float(future.value()[0][0]))
+        elif layer % 3 == 1:
+            found.append(float(future.wait()[0][0]))
+        else:
+            found.append(future.then(lambda f: f.value()[0]).then(lambda f: float(f.value()[0])).wait())
+
+    backward(wait)
+    assert found == [total(group, layer) for layer in range(1, LAYERS)]
+
+
+def test_a_callback_that_raises_is_its_own_future_s_error(group: dist.ProcessGroup) -> None:
+    futures: list[Any] = []
+
+    def post(layer: int) -> None:
+        future = dist.all_reduce(numbers(group, layer, 0), async_op=True).get_future()
+        futures.append(future.then(lambda f: 1 // 0 if layer == 1 else float(f.value()[0][0])))
+
+    backward(post)
+    for layer, future in enumerate(futures):
+        if layer == 1:
+            with pytest.raises(ZeroDivisionError):
+                future.wait()
+        else:
+            assert future.wait() == total(group, layer)
+
+
+class _Failed(Exception):
+    pass
+
+
+def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.ProcessGroup) -> None:
+    futures: list[Any] = []
+    running = group._waiter.backwards._running
+    before = set(running)  # those that another test's error holds
+
+    def kept() -> set[int]:
+        return set(running) - before
+
+    def fail(layer: int) -> None:
+        futures.append(dist.all_reduce(numbers(group, layer, 0), async_op=True).get_future().then(lambda f: f.value()))
+        if layer == 2:
+            raise _Failed
+
+    for _ in range(2):
+        with pytest.raises(_Failed):
+            backward(fail)
+    deadline = time.monotonic() + 20
+    while not all(future.done() for future in futures) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [float(future.value()[0][0]) for future in futures] == [total(group, layer) for layer in range(3)] * 2
+    while kept() and time.monotonic() < deadline:  # the last callback's frame goes
+        time.sleep(0.001)
+    assert not kept()
+
+
+def test_a_result_that_cannot_be_brought_to_its_place_fails_the_future(group: dist.ProcessGroup) -> None:
+    def bring() -> None:
+        raise _Failed("no place")
+
+    work: Any = dist.all_reduce(numbers(group, 0, 0), async_op=True)
+    work._finish, work._finishing = bring, threading.Lock()
+    with pytest.raises(_Failed, match="no place"):
+        work.get_future().wait()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_profiler_waits_for_no_event_for_ever(group: dist.ProcessGroup) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(150):
+            dist.all_reduce(torch.ones(100), async_op=True).get_future().then(lambda f: 1).wait()
+            dist.broadcast(torch.ones(2), 0)
+    counts = {each.key: each.count for each in profiled.key_averages() if each.key.startswith("mpdist:")}
+    assert counts == {"mpdist:all_reduce": 150, "mpdist:broadcast": 150}
