@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mpdist.torch import sparse, uneven
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
+_STRIDED = torch.strided
+
 
 class Collectives(Group):
     """Operations of all ranks of the group on tensors; named as torch 2.13 names them."""
@@ -30,7 +33,7 @@ class Collectives(Group):
         """Reduce a tensor over all ranks, in place."""
         tensor = only(tensors, "all_reduce")
         op = reduce_op(opts)
-        if tensor.is_sparse:
+        if tensor.layout is not _STRIDED:
             return sparse.all_reduce(self, tensor, op, opts)
         name = name_of(op, tensor.dtype)
         if self._size == 1 and type(name) is str and is_known(tensor.dtype) and is_served(tensor):

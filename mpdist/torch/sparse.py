@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.reductions import SUM
-from mpdist.torch.staging import readable
+from mpdist.torch.staging import check_strided, readable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def all_reduce(group: Group, tensor: Tensor, op: Any, opts: Any) -> TorchWork:
-    """The sum of sparse COO tensors of one shape, in place."""
+    """The sum of sparse COO tensors of one shape, in place.
+
+    Raises:
+        WrongCall: the tensor is of another layout, or the op is another.
+    """
+    if not tensor.is_sparse:
+        check_strided(tensor)
     if op != SUM:
         raise WrongCall(f"all_reduce of sparse tensors sums only, got {op}; use to_dense()")
     own = tensor.detach().coalesce()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpdist.torch.devices import check_together
+from mpdist.torch.errors import WrongCall
 
 Finish = Callable[[], object]
 
@@ -51,10 +52,28 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def check_strided(tensor: Tensor) -> None:
+    """Only what has a place for each element is communicated.
+
+    Raises:
+        WrongCall: the tensor is sparse, or of another layout without strides.
+    """
+    if tensor.layout is not torch.strided:
+        raise WrongCall(
+            f"got a tensor of layout {tensor.layout}; needed a strided one (all_reduce also takes torch.sparse_coo): "
+            "use to_dense()"
+        )
+
+
 def readable(tensor: Tensor) -> Tensor:
-    """A tensor with the same elements that MPI can read."""
+    """A tensor with the same elements that MPI can read.
+
+    Raises:
+        WrongCall: it is not strided.
+    """
     if is_plain(tensor):
         return tensor
+    check_strided(tensor)
     return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
@@ -63,9 +82,13 @@ def writable(tensor: Tensor, *, keeps: bool = False) -> tuple[Tensor, Finish | N
 
     Args:
         keeps: the elements are needed: it is read, too.
+
+    Raises:
+        WrongCall: it is not strided.
     """
     if is_plain(tensor):
         return tensor, None
+    check_strided(tensor)
     whole = tensor.detach()
     if whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
         return as_bytes(whole), None
@@ -118,10 +141,16 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def room_for(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """One flat tensor to be written, and what hands its elements out to these tensors."""
+    """One flat tensor to be written, and what hands its elements out to these tensors.
+
+    Raises:
+        WrongCall: they are in several places, or one is not strided.
+    """
     whole = one_behind_the_other(tensors)
     if whole is not None:
         return whole, None
+    for tensor in tensors:
+        check_strided(tensor)
     check_together(tensors)
     first = tensors[0]
     dtype = first.dtype if first.dtype in _PLAIN_TYPES else torch.uint8

@@ -21,7 +21,7 @@ from mpdist.memory import HOST, Buffer, as_buffer
 from mpdist.progress.collective import Collective, Steps, single_step
 from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.staging import Finish, as_bytes, is_known, joined, readable, room_for, writable, write
+from mpdist.torch.staging import Finish, as_bytes, check_strided, is_known, joined, readable, room_for, writable, write
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -94,8 +94,9 @@ def slices(tensor: Tensor, sizes: Sequence[int], ranks: int, what: str) -> Tenso
     """The tensor cut along axis 0; evenly where no sizes are given.
 
     Raises:
-        WrongCall: the sizes do not fit it.
+        WrongCall: the sizes do not fit it, or it is not strided.
     """
+    check_strided(tensor)
     length = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         if length % ranks:

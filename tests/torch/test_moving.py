@@ -229,3 +229,51 @@ def test_sizes_that_do_not_fit_are_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="plit"):
         dist.all_to_all_single(torch.zeros(size), torch.zeros(size), [1] * size, [2] * size)
     dist.barrier()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_what_is_not_strided_is_refused_by_every_rank(group: dist.ProcessGroup, layout: torch.layout) -> None:
+    size, rank = group.size(), group.rank()
+
+    def x(rows: int = 2) -> torch.Tensor:
+        return torch.eye(rows, 3).to_sparse(layout=layout)
+
+    def rooms() -> list[torch.Tensor]:
+        return [torch.zeros(2, 3) for _ in range(size)]
+
+    def xs() -> list[torch.Tensor]:
+        return [x() for _ in range(size)]
+
+    refused = [
+        lambda: dist.broadcast(x(), 0),
+        lambda: group.send([x()], (rank + 1) % size, 0),
+        lambda: group.recv([x()], (rank - 1) % size, 0),
+        lambda: group.recv_anysource([x()], 0),
+        lambda: dist.reduce(x(), 0),
+        lambda: group.allreduce_coalesced([x()]),
+        lambda: group.allgather([rooms()], [x()]),
+        lambda: group.allgather([xs()], [torch.zeros(2, 3)]),
+        lambda: group.all_gather_single(torch.zeros(2 * size, 3), x()),
+        lambda: group.all_gather_single(x(2 * size), torch.zeros(2, 3)),
+        lambda: group.allgather_coalesced([[each] for each in rooms()], [x()]),
+        lambda: group.allgather_coalesced([[each] for each in xs()], [torch.zeros(2, 3)]),
+        lambda: dist.gather(x(), rooms() if rank == 0 else None, 0),
+        lambda: dist.scatter(x(), xs() if rank == 0 else None, 0),
+        lambda: group.reduce_scatter([torch.zeros(2, 3)], [xs()]),
+        lambda: group.reduce_scatter([x()], [rooms()]),
+        lambda: group.reduce_scatter_single(torch.zeros(2, 3), x(2 * size)),
+        lambda: group.alltoall(rooms(), xs()),
+        lambda: group.alltoall(xs(), rooms()),
+        lambda: group.all_to_all_single(torch.zeros(size, 3), x(size)),
+        lambda: group.all_to_all_single(x(size), torch.zeros(size, 3)),
+        lambda: group.all_to_all_single(x(size), torch.zeros(size, 3), [1] * size, [1] * size),
+    ]
+    if layout is not torch.sparse_coo:
+        refused.append(lambda: dist.all_reduce(x()))
+    for each in refused:
+        with pytest.raises(ValueError, match=rf"layout {layout}; .*use to_dense\(\)"):
+            each()
+    # Nothing was sent: the next one pairs up.
+    dist.all_reduce(total := torch.ones(1))
+    assert total.item() == size
