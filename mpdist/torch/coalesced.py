@@ -12,7 +12,7 @@ from mpdist.torch.collectives import Collectives
 from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.halves import held
-from mpdist.torch.staging import as_bytes, check_strided, joined, readable, write
+from mpdist.torch.staging import as_bytes, check_output, joined, readable, write
 from mpdist.torch.work import Several
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Coalesced(Collectives):
         """Block r of `blocks[k]` is input k of rank r. All inputs of a rank travel as bytes, one behind the other."""
         check_together([*inputs, *outputs])
         for out in outputs:
-            check_strided(out)
+            check_output(out)
         parts = [_octets(readable(x)) for x in inputs]
         packed = joined(parts)
         everyone = packed.new_empty((self._size, packed.numel()))

@@ -14,7 +14,7 @@ from mpdist.torch.errors import WrongCall
 from mpdist.torch.group import Group
 from mpdist.torch.options import only, only_list, root_of
 from mpdist.torch.reductions import Reduction, name_of, reduce_op, reduction_of
-from mpdist.torch.staging import Finish, as_bytes, is_known, joined, readable, room_for, writable
+from mpdist.torch.staging import Finish, as_bytes, check_output, is_known, joined, readable, room_for, writable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -77,6 +77,7 @@ class Collectives(Group):
         x = readable(tensor)
         if self._rank != root:
             return self._hand(self._comm.reduce(x, root, reduction.op), opts, [tensor])
+        check_output(tensor)
         total = x.new_empty(x.shape)
         posted = self._comm.reduce(x, root, reduction.op, out=total)
         bring_home = uneven.bringing(total, tensor)
@@ -170,6 +171,7 @@ class Collectives(Group):
     ) -> TorchWork:
         """Send slices of the input along axis 0 to all ranks; evenly where no sizes are given."""
         if output_split_sizes or input_split_sizes:
+            check_output(output)  # whole: slices of one element overlap only each other
             received = uneven.slices(output, output_split_sizes, self._size, "output")
             sent = uneven.slices(input, input_split_sizes, self._size, "input")
             return uneven.all_to_all(self, received, sent, opts, [output], [input])

@@ -35,6 +35,9 @@ _PLAIN_TYPES = frozenset(
     }
 )
 
+# What torch's check says where elements certainly share memory; where it is too hard to say, it is for the caller.
+_OVERLAPS = 1
+
 
 def is_known(dtype: torch.dtype) -> bool:
     """Whether elements of this type are communicated as such; others travel as bytes."""
@@ -65,6 +68,20 @@ def check_strided(tensor: Tensor) -> None:
         )
 
 
+def check_output(tensor: Tensor) -> None:
+    """A result needs memory of its own for each element.
+
+    Raises:
+        WrongCall: the tensor is not strided, or several of its elements are one in memory.
+    """
+    check_strided(tensor)
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+        raise WrongCall(
+            f"got an output of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory, "
+            "as expand() makes it; needed memory for each element: use clone()"
+        )
+
+
 def readable(tensor: Tensor) -> Tensor:
     """A tensor with the same elements that MPI can read.
 
@@ -84,11 +101,11 @@ def writable(tensor: Tensor, *, keeps: bool = False) -> tuple[Tensor, Finish | N
         keeps: the elements are needed: it is read, too.
 
     Raises:
-        WrongCall: it is not strided.
+        WrongCall: it is not strided, or its elements share memory.
     """
     if is_plain(tensor):
         return tensor, None
-    check_strided(tensor)
+    check_output(tensor)
     whole = tensor.detach()
     if whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
         return as_bytes(whole), None
@@ -144,13 +161,13 @@ def room_for(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
     """One flat tensor to be written, and what hands its elements out to these tensors.
 
     Raises:
-        WrongCall: they are in several places, or one is not strided.
+        WrongCall: they are in several places, or one is not strided, or its elements share memory.
     """
     whole = one_behind_the_other(tensors)
     if whole is not None:
         return whole, None
     for tensor in tensors:
-        check_strided(tensor)
+        check_output(tensor)
     check_together(tensors)
     first = tensors[0]
     dtype = first.dtype if first.dtype in _PLAIN_TYPES else torch.uint8

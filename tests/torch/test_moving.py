@@ -277,3 +277,35 @@ def test_what_is_not_strided_is_refused_by_every_rank(group: dist.ProcessGroup, 
     # Nothing was sent: the next one pairs up.
     dist.all_reduce(total := torch.ones(1))
     assert total.item() == size
+
+
+def test_outputs_whose_elements_share_memory_are_refused(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    one, many = torch.ones(1).expand(4), torch.ones(1).expand(4 * size)
+    ones = [torch.ones(4) for _ in range(size)]
+    refused = [
+        lambda: group.recv([one], (rank - 1) % size, 0),
+        lambda: group.allgather([[one] * size], [torch.ones(4)]),
+        lambda: group.all_gather_single(many, torch.ones(4)),
+        lambda: group.allgather_coalesced([[one]] * size, [torch.ones(4)]),
+        lambda: group.reduce_scatter([one], [ones]),
+        lambda: group.reduce_scatter_single(one, torch.ones(4 * size)),
+        lambda: dist.scatter(one, ones if rank == 0 else None, 0),
+        lambda: group.alltoall([one] * size, ones),
+        lambda: group.all_to_all_single(many, torch.ones(4 * size)),
+        lambda: group.allreduce_coalesced([one]),
+    ]
+    if size > 1:  # alone, nothing is written
+        refused.append(lambda: dist.all_reduce(one))
+        slices = many[:size]
+        refused.append(lambda: group.all_to_all_single(slices, torch.ones(size), [1] * size, [1] * size))
+    for each in refused:
+        with pytest.raises(ValueError, match=r"elements share memory.*use clone\(\)"):
+            each()
+    # Nothing was sent: the next one pairs up, and what is only read may be expanded.
+    out = one if rank == 0 else torch.zeros(4)
+    dist.broadcast(out, 0)
+    assert out.tolist() == [1] * 4
+    total = torch.ones(4) if rank == 0 else one
+    dist.reduce(total, 0)
+    assert total.tolist() == [size if rank == 0 else 1] * 4
