@@ -12,7 +12,7 @@ from mpdist.torch.collectives import Collectives
 from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.halves import held
-from mpdist.torch.staging import as_bytes, check_output, joined, readable, write
+from mpdist.torch.staging import Finish, check_output, joined, octets, readable, writable, write
 from mpdist.torch.work import Several
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ class Coalesced(Collectives):
                     f"all_gather: an output has {out.numel()} elements, needed {self._size} x {x.numel()}, one block "
                     "for each rank"
                 )
-        return self._gather_all([list(out.detach().view(self._size, -1)) for out in outputs], inputs, opts, outputs)
+        rooms = [writable(out) for out in outputs]
+        blocks = [list(room.detach().view(self._size, -1)) for room, _ in rooms]
+        finishes = [finish for _, finish in rooms if finish is not None]
+        return self._gather_all(blocks, inputs, opts, outputs, finishes)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
         """all_gather of several tensors; `output_lists[r][k]` is input k of rank r."""
@@ -44,14 +47,17 @@ class Coalesced(Collectives):
                 f"got {[len(outs) for outs in output_lists]}"
             )
         blocks = [[outs[k] for outs in output_lists] for k in range(len(inputs))]
-        return self._gather_all(blocks, inputs, opts, [tensor for outs in output_lists for tensor in outs])
-
-    def _gather_all(self, blocks: Sequence[Tensors], inputs: Tensors, opts: Any, outputs: Tensors) -> TorchWork:
-        """Block r of `blocks[k]` is input k of rank r. All inputs of a rank travel as bytes, one behind the other."""
-        check_together([*inputs, *outputs])
+        outputs = [tensor for outs in output_lists for tensor in outs]
         for out in outputs:
             check_output(out)
-        parts = [_octets(readable(x)) for x in inputs]
+        return self._gather_all(blocks, inputs, opts, outputs)
+
+    def _gather_all(
+        self, blocks: Sequence[Tensors], inputs: Tensors, opts: Any, outputs: Tensors, finishes: Sequence[Finish] = ()
+    ) -> TorchWork:
+        """Block r of `blocks[k]` is input k of rank r. All inputs of a rank travel as bytes, one behind the other."""
+        check_together([*inputs, *outputs])
+        parts = [octets(readable(x)) for x in inputs]
         packed = joined(parts)
         everyone = packed.new_empty((self._size, packed.numel()))
         counts = [part.numel() for part in parts]
@@ -60,6 +66,8 @@ class Coalesced(Collectives):
             for rank in range(self._size):
                 for outs, part in zip(blocks, torch.split(everyone[rank], counts), strict=True):
                     write(outs[rank], _as(part, outs[rank]))
+            for finish in finishes:
+                finish()
 
         return self._hand(self._comm.all_gather(packed, out=everyone), opts, outputs, hand_out, inputs)
 
@@ -76,12 +84,8 @@ class Coalesced(Collectives):
         return _Several(works) if works else None
 
 
-def _as(octets: Tensor, like: Tensor) -> Tensor:
+def _as(part: Tensor, like: Tensor) -> Tensor:
     """Bytes as a tensor of this type and shape; copied where they are not aligned for the type."""
-    if octets.data_ptr() % like.element_size() or octets.storage_offset() % like.element_size():
-        octets = octets.clone()
-    return octets.view(like.dtype).view(like.shape)
-
-
-def _octets(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor).detach().reshape(-1).view(torch.uint8)
+    if part.data_ptr() % like.element_size() or part.storage_offset() % like.element_size():
+        part = part.clone()
+    return part.view(like.dtype).view(like.shape)

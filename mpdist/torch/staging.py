@@ -118,7 +118,12 @@ def writable(tensor: Tensor, *, keeps: bool = False) -> tuple[Tensor, Finish | N
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor; of bytes if MPI does not know its type. Only for what moves elements."""
-    return tensor if tensor.dtype in _PLAIN_TYPES else tensor.reshape(-1).view(torch.uint8)
+    return tensor if tensor.dtype in _PLAIN_TYPES else octets(tensor)
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor. One of a single element may have any stride, which would be kept by `view`."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def write(target: Tensor, source: Tensor) -> None:

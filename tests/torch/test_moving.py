@@ -133,6 +133,19 @@ def test_coalesced_gathers(group: dist.ProcessGroup) -> None:
         assert_same(out, torch.cat(everyone(2, out.dtype, range(size))), out.dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.complex64], ids=str)
+def test_coalesced_gathers_of_any_strides(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    size, rank = group.size(), group.rank()
+    whole = [numbers((2, 3), dtype, each) for each in range(size)]
+    single = whole[rank][:1, 0]  # contiguous, with a stride of 3
+    outs = [torch.zeros((3, 2 * size), dtype=dtype).t(), torch.zeros((size, 2), dtype=dtype)[:, 0]]
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        dist.all_gather_into_tensor(outs[0], whole[rank].t().contiguous().t())
+        dist.all_gather_into_tensor(outs[1], single)
+    assert_same(outs[0], joined(whole), "transposed")
+    assert_same(outs[1], joined([each.flatten()[:1] for each in whole]), "single")
+
+
 def test_in_place_gather_and_scatter_as_fsdp_does_it(group: dist.ProcessGroup) -> None:
     size, rank = group.size(), group.rank()
     whole = torch.zeros(size * 3)
@@ -256,6 +269,8 @@ def test_what_is_not_strided_is_refused_by_every_rank(group: dist.ProcessGroup, 
         lambda: group.allgather([xs()], [torch.zeros(2, 3)]),
         lambda: group.all_gather_single(torch.zeros(2 * size, 3), x()),
         lambda: group.all_gather_single(x(2 * size), torch.zeros(2, 3)),
+        lambda: group.all_gather_single_coalesced([torch.zeros(2 * size, 3)], [x()]),
+        lambda: group.all_gather_single_coalesced([x(2 * size)], [torch.zeros(2, 3)]),
         lambda: group.allgather_coalesced([[each] for each in rooms()], [x()]),
         lambda: group.allgather_coalesced([[each] for each in xs()], [torch.zeros(2, 3)]),
         lambda: dist.gather(x(), rooms() if rank == 0 else None, 0),
@@ -288,6 +303,7 @@ def test_outputs_whose_elements_share_memory_are_refused(group: dist.ProcessGrou
         lambda: group.allgather([[one] * size], [torch.ones(4)]),
         lambda: group.all_gather_single(many, torch.ones(4)),
         lambda: group.allgather_coalesced([[one]] * size, [torch.ones(4)]),
+        lambda: group.all_gather_single_coalesced([many], [torch.ones(4)]),
         lambda: group.reduce_scatter([one], [ones]),
         lambda: group.reduce_scatter_single(one, torch.ones(4 * size)),
         lambda: dist.scatter(one, ones if rank == 0 else None, 0),
