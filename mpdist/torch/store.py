@@ -20,6 +20,9 @@ from mpdist.torch.store_service import Refused, StoreService
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
+# C++ counts microseconds in 64 bits on the way, which timedelta.max overflows.
+LONGEST_TIMEOUT = timedelta(days=36500)
+
 _StoreError: type[Exception] = getattr(dist, "DistStoreError", RuntimeError)
 
 _service: StoreService | None = None
@@ -32,13 +35,16 @@ class MpiStore(Store):
 
     Attributes:
         namespace: stores of the same one share their keys.
+        timeout: how long `get` and `wait` wait.
     """
+
+    timeout: timedelta  # torch's, which its hints leave out
 
     def __init__(self, namespace: str = "", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         """Open the store; starts mpdist if it is not started, which is collective."""
         super().__init__()
         self.namespace = namespace
-        self._timeout = timeout
+        self.set_timeout(timeout)
         self._service = _the_service()
         _alive.append(self)
 
@@ -113,7 +119,7 @@ class MpiStore(Store):
 
     def clone(self) -> MpiStore:
         """Another one on the same keys."""
-        return MpiStore(self.namespace, self._timeout)
+        return MpiStore(self.namespace, self.timeout)
 
     # As C++ calls them.
     def getNumKeys(self) -> int:
@@ -123,12 +129,8 @@ class MpiStore(Store):
         return self.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait."""
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
+        """How long `get` and `wait` wait. C++ keeps it: a PrefixStore around this store sets it there."""
+        super().set_timeout(min(timeout, LONGEST_TIMEOUT))
 
     # ------------------------------------------------------------------
 
@@ -137,16 +139,16 @@ class MpiStore(Store):
 
     def _ask(self, op: str, *arguments: Any) -> Any:
         try:
-            return self._service.ask(op, arguments, self._timeout.total_seconds())
+            return self._service.ask(op, arguments, self.timeout.total_seconds())
         except Refused as error:
             raise _StoreError(f"mpdist store: rank 0 cannot carry out '{op}': {error}") from None
         except TimeoutError:
             raise _StoreError(
-                f"mpdist store: rank 0 has not answered '{op}' within {self._timeout}: is its process stopped?"
+                f"mpdist store: rank 0 has not answered '{op}' within {self.timeout}: is its process stopped?"
             ) from None
 
     def _wait_for(self, op: str, keys: list[str], timeout: timedelta | None) -> Any:
-        limit = self._timeout if timeout is None else timeout
+        limit = self.timeout if timeout is None else timeout
         try:
             return self._service.ask(op, [[self._key(key) for key in keys]], limit.total_seconds())
         except TimeoutError:

@@ -224,6 +224,13 @@ def test_the_store_gives_up_after_its_timeout(group: dist.ProcessGroup) -> None:
     store.set_timeout(timedelta(milliseconds=100))
     with pytest.raises(RuntimeError, match="wait timeout after 100ms, keys: p/absent"):
         dist.PrefixStore("p", store).get("absent")
+    outer = dist.PrefixStore("q", dist.PrefixStore("p", store))
+    outer.set_timeout(timedelta(milliseconds=50))
+    assert (outer.timeout, store.timeout) == (timedelta(milliseconds=50),) * 2
+    with pytest.raises(RuntimeError, match="wait timeout after 50ms, keys: p/q/absent"):
+        outer.get("absent")
+    store.set_timeout(timedelta.max)
+    assert store.clone().timeout == store.timeout > timedelta(days=365)
     dist.barrier()
     store.set("missing", "here")  # whoever gave up is not answered any more
     assert store.get("missing") == b"here"
