@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ _alive: list[MpiStore] = []
 
 
 class MpiStore(Store):
-    """A key-value store of all ranks of the world.
+    """A key-value store of all ranks of the world. Other types than are named raise TypeError, as torch's stores do.
 
     Attributes:
         namespace: stores of the same one share their keys.
@@ -62,7 +63,7 @@ class MpiStore(Store):
         Raises:
             DistStoreError: the key holds no number.
         """
-        return int(self._ask("add", self._key(key), int(value)))
+        return int(self._ask("add", self._key(key), index(value)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set the key if it holds what is expected (nothing, for an empty value); returns what it holds then."""
@@ -71,7 +72,7 @@ class MpiStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have been set."""
-        return bool(self._ask("check", [self._key(key) for key in keys]))
+        return bool(self._ask("check", self._keys(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys have been set.
@@ -106,7 +107,7 @@ class MpiStore(Store):
         """
         if len(keys) != len(values):
             raise WrongCall(f"multi_set needs one value for each key, got {len(keys)} keys and {len(values)} values")
-        self._ask("multi_set", [self._key(key) for key in keys], [_bytes(value) for value in values])
+        self._ask("multi_set", self._keys(keys), [_bytes(value) for value in values])
 
     def list_keys(self) -> list[str]:
         """All keys that have been set."""
@@ -135,7 +136,14 @@ class MpiStore(Store):
     # ------------------------------------------------------------------
 
     def _key(self, key: str) -> str:
+        if not isinstance(key, str):
+            raise TypeError(f"a key of a store is a str, got {key!r}")
         return f"{self.namespace}/{key}"
+
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        if isinstance(keys, str):
+            raise TypeError(f"needed a list of keys, got the str {keys!r}")
+        return [self._key(key) for key in keys]
 
     def _ask(self, op: str, *arguments: Any) -> Any:
         try:
@@ -150,7 +158,7 @@ class MpiStore(Store):
     def _wait_for(self, op: str, keys: list[str], timeout: timedelta | None) -> Any:
         limit = self.timeout if timeout is None else timeout
         try:
-            return self._service.ask(op, [[self._key(key) for key in keys]], limit.total_seconds())
+            return self._service.ask(op, [self._keys(keys)], limit.total_seconds())
         except TimeoutError:
             milliseconds = int(limit.total_seconds() * 1000)
             raise _StoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}") from None
@@ -160,7 +168,12 @@ class MpiStore(Store):
 
 
 def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return value.encode()
+    try:
+        return bytes(memoryview(value))
+    except TypeError:
+        raise TypeError(f"a value in a store is a str or bytes, got {type(value).__name__}") from None
 
 
 def _the_service() -> StoreService:

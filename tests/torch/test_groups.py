@@ -245,6 +245,23 @@ def test_the_store_refuses_what_cannot_be_done_and_goes_on(group: dist.ProcessGr
     with pytest.raises(ValueError, match="got 2 keys and 1 values"):
         store.multi_set(["a", "b"], ["x"])
     assert not store.check(["a"])
+    wrong: Any = store
+    for refused in (
+        lambda: wrong.set(mine, 3),
+        lambda: wrong.append(mine, None),
+        lambda: wrong.compare_set(mine, "abc", 3),
+        lambda: wrong.multi_set([mine], [3]),
+        lambda: wrong.multi_set("a", ["x"]),
+        lambda: wrong.check(mine),
+        lambda: wrong.wait("a"),
+        lambda: wrong.multi_get("a"),
+        lambda: wrong.set(b"a", "x"),
+        lambda: wrong.add(f"count{group.rank()}", 1.5),
+    ):
+        with pytest.raises(TypeError):
+            refused()
+    store.set(f"{mine}/view", memoryview(bytearray(b"xy")))
+    assert store.get(f"{mine}/view") == b"xy"
     store.wait([mine], timedelta.max)
     assert store.get(mine) == b"abc"
     assert store.add(f"count{group.rank()}", 1) == 1
