@@ -66,6 +66,11 @@ def reduce_op(opts: Any) -> Any:
     return getattr(opts, "reduceOp", opts if opts is not None else SUM)
 
 
+def kind_of(op: Any) -> Any:
+    """Which op it is; torch's object of an op with a factor shows neither."""
+    return getattr(op, "op", op)
+
+
 def name_of(op: Any, dtype: torch.dtype) -> str | OwnOp | None:
     """mpdist's op where the communicator does all of it, else None; it refuses types that it does not know."""
     if op == SUM and dtype is not _BOOL:
@@ -88,12 +93,12 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
 
 
 def _translated(op: Any, dtype: torch.dtype) -> Reduction:
-    kind = getattr(op, "op", op)
+    kind = kind_of(op)
     if kind == _PREMUL_SUM:
         return Reduction(premul_sum(_factor(op, dtype)))
     name = _NAMES.get(kind)
     if name is None:
-        raise WrongCall(f"the reduce op {op} is not one of {', '.join(str(each) for each in _NAMES)}, PREMUL_SUM")
+        raise WrongCall(f"the reduce op {kind} is not one of {', '.join(str(each) for each in _NAMES)}, PREMUL_SUM")
     if dtype is _BOOL:
         if name not in _BOOL_NAMES:
             raise WrongCall(f"the reduce op {name.upper()} has no meaning for bool; cast the tensor to a number first")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.reductions import SUM
+from mpdist.torch.reductions import SUM, kind_of
 from mpdist.torch.staging import check_strided, readable
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def all_reduce(group: Group, tensor: Tensor, op: Any, opts: Any) -> TorchWork:
     if not tensor.is_sparse:
         check_strided(tensor)
     if op != SUM:
-        raise WrongCall(f"all_reduce of sparse tensors sums only, got {op}; use to_dense()")
+        raise WrongCall(f"all_reduce of sparse tensors sums only, got {kind_of(op)}; use to_dense()")
     own = tensor.detach().coalesce()
     posted_indices = group._comm.all_gather([readable(own.indices().t())])
     posted = group._comm.all_gather([readable(own.values())])

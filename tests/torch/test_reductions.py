@@ -177,6 +177,9 @@ def test_what_has_no_meaning_is_refused(group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
     with pytest.raises(ValueError, match="complex"):
         dist.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX)
+    for op in (ReduceOp.MAX, ReduceOp(ReduceOp.MAX)):
+        with pytest.raises(RuntimeError, match=r"sums only, got RedOpType\.MAX"):
+            dist.all_reduce(torch.eye(2).to_sparse(), op)
     with pytest.raises(RuntimeError, match="float8"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
     # Nothing was sent: the next one pairs up.
