@@ -171,7 +171,7 @@ class Receive(Wrapped[Message]):
         try:
             self._finish(receive_now(self._channel, incoming, room))
         except BaseException as error:  # a failed transfer, or an object that cannot be unpickled
-            if is_of_handler(error):
+            if is_of_handler(error) or not isinstance(error, Exception):
                 raise
             self._broke(error)
 
@@ -276,7 +276,7 @@ class Receive(Wrapped[Message]):
             self._finish(message)
         elif self._keep(incoming, message):
             incoming.arriving = None
-        self._steps = self._request = None
+        self._steps = self._request = self._room = None  # whoever keeps the Work keeps no more memory than its result
         self._channel.ring(incoming.src)  # its send is complete now
 
     # ------------------------------------------------------------------ giving up
@@ -335,7 +335,7 @@ class Receive(Wrapped[Message]):
             print(f"mpdist: {self.describe()} was cancelled, and {incoming.describe()} is lost, {why}", file=sys.stderr)
             self._lose(why)
             return False
-        incoming.handle = incoming.parts = incoming.head = None
+        incoming.handle = incoming.parts = incoming.head = incoming.request = None
         return True
 
     def _let_go(self) -> None:

@@ -39,13 +39,14 @@ class Interruptions:
 
     def __init__(self, number: int) -> None:
         self.left = number
+        self._before = sys.gettrace()
         self._calls: dict[FrameType, bool] = {}
 
     def __enter__(self) -> None:
         sys.settrace(self._begins)
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        sys.settrace(None)
+        sys.settrace(self._before)
 
     def _begins(self, frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_back in self._calls:
