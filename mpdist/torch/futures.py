@@ -43,9 +43,10 @@ class Backwards:
 
     def current(self) -> Backward | None:
         """The one that runs on this thread, or whose callbacks do; None outside."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:
+        # None at the end of a backward as well, where DDP with a static graph posts all, and waits in C++ at once.
+        if torch._C._current_autograd_node() is None:
             return _completing.backward
+        task = torch._C._current_graph_task_id()
         backward = self._running.get(task)
         if backward is None:
             backward = self._running[task] = Backward(self._waiter)
