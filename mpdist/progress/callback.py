@@ -10,10 +10,9 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Callable
-from threading import current_thread
 from typing import TYPE_CHECKING, Any
 
-from mpdist.progress.thread import ProgressThread
+from mpdist.progress.thread import is_progress_thread
 
 if TYPE_CHECKING:
     from mpdist.progress.work import Work
@@ -27,7 +26,7 @@ def call_back(fn: Callable[[Work[Any]], object], work: Work[Any]) -> None:
     try:
         fn(work)
     except BaseException as error:
-        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(current_thread(), ProgressThread):
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not is_progress_thread():
             raise
         _report(f"mpdist: callback {fn!r} of {work.describe()} raised", error)
 

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
 
 
+NAME = "mpdist-progress"
+
+
+def is_progress_thread() -> bool:
+    """Whether the thread that asks is one."""
+    return threading.current_thread().name == NAME
+
+
 class ProgressThread:
     """Drives the Engine while somebody else computes."""
 
@@ -22,7 +30,7 @@ class ProgressThread:
     NAP_SECONDS = 20e-6
 
     def __init__(self, engine: Engine) -> None:
-        self._thread = threading.Thread(target=self._run, name="mpdist-progress", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._engine = engine
         self._work = threading.Event()
         self._ending = False
