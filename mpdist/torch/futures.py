@@ -35,7 +35,7 @@ _completing = _Completing()
 
 
 class Backwards:
-    """The backwards of a group's Futures, each as long as torch keeps its callback, also where it fails."""
+    """Of a group, the backwards that have asked for Futures: torch owns them, and drops one that ends or fails."""
 
     def __init__(self, waiter: Waiter) -> None:
         self._waiter = waiter
