@@ -33,31 +33,45 @@ class _Completing(threading.local):
 
 _completing = _Completing()
 
+# By group and graph task; torch owns a Backward, and drops it when its graph task ends or fails.
+_running: WeakValueDictionary[tuple[int, int], Backward] = WeakValueDictionary()
 
-class Backwards:
-    """Of a group, the backwards that have asked for Futures: torch owns them, and drops one that ends or fails."""
 
-    def __init__(self, waiter: Waiter) -> None:
-        self._waiter = waiter
-        self._running: WeakValueDictionary[int, Backward] = WeakValueDictionary()
+def running_backward(waiter: Waiter) -> Backward | None:
+    """Of a group, the backward that runs on this thread, or whose callbacks do; None outside."""
+    at_end = torch._C._current_autograd_node() is None
+    if at_end and _completing.backward is not None:
+        return _completing.backward
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return None
+    backward = _running.get((id(waiter), task))
+    if backward is None:
+        backward = _running[id(waiter), task] = Backward(waiter, task)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)
+    if at_end:  # where DDP with a static graph posts all, and waits in C++ at once
+        backward.end()
+    return backward
 
-    def current(self) -> Backward | None:
-        """The one that runs on this thread, or whose callbacks do; None outside."""
-        # None at the end of a backward as well, where DDP with a static graph posts all, and waits in C++ at once.
-        if torch._C._current_autograd_node() is None:
-            return _completing.backward
-        task = torch._C._current_graph_task_id()
-        backward = self._running.get(task)
-        if backward is None:
-            backward = self._running[task] = Backward(self._waiter)
-            torch.autograd.Variable._execution_engine.queue_callback(backward)
-        return backward
+
+def end_backward() -> None:
+    """Let the Futures of the backward on this thread, which is at its end, complete from now on."""
+    task = torch._C._current_graph_task_id()
+    for reference in _running.valuerefs():
+        backward = reference()
+        if backward is not None and backward.task == task:
+            backward.end()
 
 
 class Backward:
-    """The works of one backward that have Futures, in the order in which these were asked for."""
+    """The works of one backward that have Futures, in the order in which these were asked for.
 
-    def __init__(self, waiter: Waiter) -> None:
+    Attributes:
+        task: which backward, as torch counts them.
+    """
+
+    def __init__(self, waiter: Waiter, task: int) -> None:
+        self.task = task
         self._waiter = waiter
         self._works: deque[Work] = deque()
         self._is_over = False
@@ -68,13 +82,17 @@ class Backward:
         self._works.append(work)
         when_done(work._posted, lambda _: self._advance())
 
-    def __call__(self) -> None:
-        """The backward ends: drive, for DDP waits in C++ next, where nobody could."""
+    def end(self) -> None:
+        """Complete its Futures from now on, each when its operation is done and those before it are complete."""
         self._is_over = True
-        engine = self._waiter.engine
         self._advance()
-        while self._works:
-            posted = self._works[0]._posted
+
+    def __call__(self) -> None:
+        """The backward is over: drive, for DDP waits in C++ next, where nobody could."""
+        engine = self._waiter.engine
+        self.end()
+        while (work := self._next()) is not None:
+            posted = work._posted
             moves = -1
             # Another rank may need what this one does after its backward: without progress the wait ends.
             while not posted._done and moves != engine.moves:
@@ -85,22 +103,30 @@ class Backward:
                 return
 
     def __del__(self) -> None:
-        # Also of a backward that has failed, which calls nothing at its end.
-        self._is_over = True
-        self._advance()
+        self.end()  # of a backward that has failed, too, which calls nothing at its end
 
     def _advance(self) -> None:
         """Complete what is next, as far as operations are done; one thread at a time."""
-        while self._is_over and self._works and self._works[0]._posted._done:
+        while self._is_next_done():
             if not self._completes.acquire(blocking=False):
                 return  # who has it looks again
             before, _completing.backward = _completing.backward, self
             try:
-                while self._works and self._works[0]._posted._done:
+                while self._is_next_done():
                     self._works.popleft().complete()
             finally:
                 _completing.backward = before
                 self._completes.release()
+
+    def _is_next_done(self) -> bool:
+        work = self._next()
+        return self._is_over and work is not None and work._posted._done
+
+    def _next(self) -> Work | None:
+        try:
+            return self._works[0]
+        except IndexError:  # another thread may have completed it since one looked
+            return None
 
 
 class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
@@ -142,6 +168,7 @@ class _Then(torch.futures.Future):  # type: ignore[type-arg]  # generic at run t
     def __init__(self, before: Future | _Then, callback: Callable[[Any], Any]) -> None:
         self._work: Work = before._work
         super().__init__(devices=devices_of(self._work._outputs))
+        self._before = before
         self._complete: Callable[[], None] = before._complete
 
         def go_on(done: torch.futures.Future[Any]) -> None:
@@ -158,6 +185,10 @@ class _Then(torch.futures.Future):  # type: ignore[type-arg]  # generic at run t
         """The result, or what went wrong."""
         self._complete()
         return super().wait()
+
+    def done(self) -> bool:
+        """Whether the result is there; looks once."""
+        return super().done() or (self._before.done() and super().done())
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """The Future of what the callback makes of this one."""

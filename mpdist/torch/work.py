@@ -21,7 +21,7 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
-from mpdist.torch.futures import Backwards, Future
+from mpdist.torch.futures import Future, running_backward
 from mpdist.torch.options import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Waiter:
         self.progress = progress
         self.engine = engine
         self.seconds = seconds
-        self.backwards = Backwards(self)
 
     def wait(self, posted: OwnWork[Any], seconds: float | None = None) -> bool:
         """Drive until it is done; False if so many seconds have passed."""
@@ -193,7 +192,7 @@ class Work(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = Future(self)
-        backward = self._waiter.backwards.current()
+        backward = running_backward(self._waiter)
         if backward is None:
             when_done(self._posted, lambda _: self.complete())
         else:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import mpdist.torch.futures as futures_of_backwards
+
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
 
 LAYERS = 6
@@ -61,6 +63,36 @@ def test_what_callbacks_post_in_a_backward_is_in_one_order_on_all_ranks(group: d
         futures.clear()
 
 
+def test_what_is_posted_at_the_end_of_a_backward_goes_on_at_once_and_in_order(group: dist.ProcessGroup) -> None:
+    """As DDP with a static graph: all buckets in one callback, which waits in C++."""
+    done: list[int] = []
+
+    def post(layer: int, stage: int) -> torch.futures.Future[None]:
+        def go_on(future: torch.futures.Future[list[Tensor]]) -> None:
+            assert future.value()[0].unique().tolist() == [total(group, layer)]
+            done.append(layer)
+            if stage == 0:
+                post(layer, 1)
+
+        # The first is the longest: the others are done before it.
+        values = torch.full((1 + 2**20 // (1 + 2**layer),), float(group.rank() + layer))
+        return dist.all_reduce(values, async_op=True).get_future().then(go_on)
+
+    def at_end() -> None:
+        torch.futures.wait_all([post(layer, 0) for layer in range(LAYERS)])
+        assert done[:LAYERS] == list(range(LAYERS))
+
+    def queue(layer: int) -> None:
+        if layer == LAYERS - 1:
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    backward(queue)
+    deadline = time.monotonic() + 20
+    while len(done) < 2 * LAYERS and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert done == 2 * list(range(LAYERS))
+
+
 def test_a_hook_may_wait_for_its_future_and_what_becomes_of_it(group: dist.ProcessGroup) -> None:
     found: list[float] = []
 
@@ -104,7 +136,7 @@ class _Failed(Exception):
 
 def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.ProcessGroup) -> None:
     futures: list[Any] = []
-    running = group._waiter.backwards._running
+    running = futures_of_backwards._running
     before = set(running)  # those that another test's error holds
 
     def kept() -> set[int]:

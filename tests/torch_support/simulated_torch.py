@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import mpdist
 from mpdist.memory.buffer import TORCH_DEVICES, cuda
-from mpdist.torch import devices, registration, work
+from mpdist.torch import devices, futures, registration, work
 
 NAME = "simgpu"
 
@@ -371,7 +371,7 @@ def install() -> None:
     TORCH_DEVICES[NAME] = cuda
     registration.DEVICES.append(NAME)
     # A Future that knows its devices asks the backend for streams, which one in Python cannot give.
-    work.devices_of = lambda tensors: []
+    work.devices_of = futures.devices_of = lambda tensors: []
     devices.tensor_of = lambda array: moved(torch.from_numpy(array._values), ON_DEVICE)
 
 

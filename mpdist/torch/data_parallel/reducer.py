@@ -33,6 +33,7 @@ from mpdist.torch.data_parallel.statistics import Clock
 from mpdist.torch.data_parallel.streams import Streams
 from mpdist.torch.data_parallel.unused import Unused
 from mpdist.torch.data_parallel.waiting import hold
+from mpdist.torch.futures import end_backward
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -426,6 +427,8 @@ class Reducer:
         if self._own_notes is not None:
             self._write_notes()
         own = None if self._own_notes is None else self.comm.all_reduce(self._own_notes)
+        if self.hook is not None:
+            end_backward()  # what hooks have posted through the backend would complete after this callback
         for bucket in self.buckets:
             if self.hook is not None:
                 self._start_hooks()
