@@ -31,7 +31,11 @@ from mpdist.progress.shown import showing
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart]
 
 # What these ask of a process has nothing to do with devices.
-OTHERS = ("test_barrier_holds_until_the_last_rank_has_come", "test_objects")
+OTHERS = (
+    "test_barrier_holds_until_the_last_rank_has_come",
+    "test_objects",
+    "test_what_is_not_strided_is_refused_by_every_rank",
+)
 
 HERE = Path(__file__).parent
 globals().update(again.loaded_from(HERE / "test_reductions.py"))
