@@ -253,24 +253,29 @@ async def test_different_collectives_fail_when_they_are_reported(
 
 @pytest.mark.parametrize("late", [0, 2])
 async def test_a_long_wait_is_reported_once_by_the_lowest_rank_that_waits(
-    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], late: int
+    comm: mpdist.Communicator, world: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], late: int
 ) -> None:
-    start(report_after=0.4)
+    await world.barrier()  # those that wait begin at nearly the same time
+    start(report_after=0.6)
     if comm.rank == late:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.8)
     await comm.barrier()
     text = capfd.readouterr().err
     lowest = 1 if late == 0 else 0
     assert text.count("mpdist: rank") == (comm.rank == lowest)
     if comm.rank == lowest:
-        assert re.search(r"barrier #1 on '.*' \(rank \d of \d\) \(.*test_control.py:\d+\), for 0\.\d+ s\n", text)
+        assert re.search(r"barrier #1 on '.*' \(rank \d of \d\) \(.*test_control.py:\d+\), for \d\.\d+ s\n", text)
         assert f"arrived: ranks {lowest}-{lowest + 1}" in text
         assert f"not arrived: rank {late}: no collective yet, now at " in text
-        assert "asyncio.sleep(1.5)" in text
+        assert "asyncio.sleep(1.8)" in text
 
 
 async def test_a_report_costs_few_letters(
-    comm: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    comm: mpdist.Communicator,
+    world: mpdist.Communicator,
+    start: Start,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who knows a rank that reports asks no other."""
     asked: list[int] = []
@@ -281,9 +286,10 @@ async def test_a_report_costs_few_letters(
         send(mail, rank, record)
 
     monkeypatch.setattr(Mail, "send", counted)
-    start(report_after=0.3)
+    await world.barrier()  # ranks 0 and 2 begin to wait at nearly the same time
+    start(report_after=1.0)
     if comm.rank == 1:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.0)
     await comm.barrier()
     assert sorted(asked) == {0: [1, 2], 1: [], 2: [0]}[comm.rank]
     assert ("mpdist: rank 0" in capfd.readouterr().err) == (comm.rank == 0)
