@@ -50,6 +50,7 @@ from mpdist.cli.launcher import (
     launch_command,
     launch_variables,
 )
+from mpdist.cli.segments import own_segments
 from mpdist.cli.torch_variables import common_variables
 from mpdist.errors import UsageError
 from mpdist.transport.facts import RANK_VARIABLES
@@ -96,7 +97,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"mpdist: {launcher.version}: {shlex.join(words)}", file=sys.stderr, flush=True)
     if options.dry_run:
         return 0
-    verdict = Supervisor(options.ranks, place.is_local).run(command, variables)
+    with own_segments(launcher.kind, os.environ, is_local=place.is_local) as segments:
+        verdict = Supervisor(options.ranks, place.is_local).run(command, variables | segments)
     for line in verdict.lines:
         print(line, file=sys.stderr, flush=True)
     return verdict.status

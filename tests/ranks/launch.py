@@ -7,6 +7,7 @@ Everything that a launch writes is in one temporary folder, removed at the end.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -23,6 +24,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import psutil
+
+from mpdist.cli.launcher import Kind
+from mpdist.cli.segments import own_segments
 
 Message = Mapping[str, object]
 
@@ -220,7 +224,16 @@ def mpiexec(ranks: int) -> list[str]:
     if not is_openmpi:
         return [path, "-n", str(ranks)]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [path, *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    return [path, *root, "--oversubscribe", "--bind-to", "none", *_segments(), "-n", str(ranks)]
+
+
+@lru_cache
+def _segments() -> tuple[str, ...]:
+    """Options by which the jobs of this process meet no other's shared memory, see mpdist/cli/segments.py."""
+    with contextlib.ExitStack() as stack:
+        variables = stack.enter_context(own_segments(Kind.OPENMPI, os.environ, is_local=True))
+        atexit.register(stack.pop_all().close)
+    return tuple(word for folder in variables.values() for word in ("--mca", "btl_sm_backing_directory", folder))
 
 
 @lru_cache
