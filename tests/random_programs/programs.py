@@ -148,46 +148,50 @@ def expected(step: Step, rank: int) -> Any:
     assert part is not None
     place, size = part.index(rank), len(part)
     root = part[step.root % size]
-    inputs = [values(step, member, step.size) for member in part]
-    wide = [values(step, member, step.size * size) for member in part]
     mine = slice(place * step.size, (place + 1) * step.size)
-    uneven_from = [values(step, member, block_size(step, member, rank), rank) for member in part]
     at_root = rank == root
+
+    def inputs(blocks: int = 1) -> list[Values]:
+        return [values(step, member, step.size * blocks) for member in part]
+
+    def uneven(dst: int) -> list[Values]:
+        return [values(step, member, block_size(step, member, dst), dst) for member in part]
+
     match step.kind:
         case "barrier":
             return None
         case "broadcast":
             return values(step, root, step.size)
         case "all_reduce" | "half" | "deterministic":
-            return _sum(inputs)
+            return _sum(inputs())
         case "avg":
-            return _sum([each.real.astype(np.float64) for each in inputs]) / size
+            return _sum([each.real.astype(np.float64) for each in inputs()]) / size
         case "function":
-            return _folded(inputs)
+            return _folded(inputs())
         case "reduce":
-            return np.maximum.reduce(_real(inputs)) if at_root else None
+            return np.maximum.reduce(_real(inputs())) if at_root else None
         case "scan":
-            return _sum(inputs[: place + 1])
+            return _sum(inputs()[: place + 1])
         case "exscan":
-            return _sum(inputs[:place]) if place else None
+            return _sum(inputs()[:place]) if place else None
         case "reduce_scatter":
-            return _sum(wide)[mine]
+            return _sum(inputs(size))[mine]
         case "gather":
-            return inputs if at_root else None
+            return inputs() if at_root else None
         case "all_gather":
-            return inputs
+            return inputs()
         case "scatter":
             return values(step, root, step.size * size)[mine]
         case "all_to_all":
-            return [each[mine] for each in wide]
+            return [each[mine] for each in inputs(size)]
         case "uneven gather":
-            return [values(step, member, block_size(step, member, root), root) for member in part] if at_root else None
+            return uneven(root) if at_root else None
         case "uneven all_gather":
-            return [values(step, member, block_size(step, member, 0), 0) for member in part]
+            return uneven(0)
         case "uneven scatter":
             return values(step, root, block_size(step, root, rank), rank)
         case "uneven all_to_all":
-            return uneven_from
+            return uneven(rank)
         case "broadcast_object":
             return item(step, root)
         case "gather_object":
