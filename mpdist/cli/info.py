@@ -20,6 +20,7 @@ from pathlib import Path
 from mpdist.algorithms.choose import default_path
 from mpdist.cli.job import ranks_text
 from mpdist.cli.launcher import Launcher, core_count, find_launcher
+from mpdist.cli.segments import SHARED_MEMORY
 from mpdist.config import Config, variable
 from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
@@ -40,7 +41,6 @@ VARIABLES = (
 SECRET_VARIABLES = ("MPDIST_RUN",)
 HIDDEN_VARIABLES = ("MPDIST_COMPLETION_",)  # by which a rank tells the process that has started it of its end
 ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
-SHARED_MEMORY = "/dev/shm"
 GIB = 1024**3
 
 

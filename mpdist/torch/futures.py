@@ -1,8 +1,8 @@
 """Futures: what a Work's `get_future` gives, and the order in which those of one backward complete.
 
 Callbacks of Futures post collectives of their own, as PowerSGD's do. Outside of a backward a Future completes when its
-operation is found done, at another moment on each rank. Those of one backward complete after it, in the order in which
-they were asked for; so what their callbacks post is in one order on all ranks.
+operation is found done, at another moment on each rank. Those of one backward complete at its end, in the order in
+which they were asked for; so what their callbacks post is in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Backward:
         self._completes = threading.Lock()
 
     def hold(self, work: Work) -> None:
-        """Complete its Future when the backward is over, and those before it have been completed."""
+        """Complete its Future when the backward ends, and those before it have been completed."""
         self._works.append(work)
         when_done(work._posted, lambda _: self._advance())
 

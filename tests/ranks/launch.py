@@ -230,9 +230,9 @@ def mpiexec(ranks: int) -> list[str]:
 @lru_cache
 def _segments() -> tuple[str, ...]:
     """Options by which the jobs of this process meet no other's shared memory, see mpdist/cli/segments.py."""
-    with contextlib.ExitStack() as stack:
-        variables = stack.enter_context(own_segments(Kind.OPENMPI, os.environ, is_local=True))
-        atexit.register(stack.pop_all().close)
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    variables = stack.enter_context(own_segments(Kind.OPENMPI, os.environ, is_local=True))
     return tuple(word for folder in variables.values() for word in ("--mca", "btl_sm_backing_directory", folder))
 
 
