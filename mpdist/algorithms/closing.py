@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpdist.algorithms.groups import Until
 from mpdist.algorithms.meeting import LEFT, meet
 from mpdist.algorithms.meeting import leave as meet_without
 from mpdist.errors import CollectiveMismatch
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
-from mpdist.progress.collective import Collective, Steps
+from mpdist.progress.collective import Collective, Steps, Until
 from mpdist.progress.receive import Receive
 
 if TYPE_CHECKING:

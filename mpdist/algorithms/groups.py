@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from mpdist.algorithms import dropped
 from mpdist.algorithms.meeting import meet, tag_of
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
@@ -64,11 +65,13 @@ Make = Callable[["Transport"], object]
 
 def split(transport: Transport, engine: Engine, make: Make, color: int | None, key: int) -> Steps[object]:
     """The part of the ranks that gave the same color; None for color None."""
-    mine = np.array([_NONE if color is None else color, key], np.int64)
-    everyone = np.empty((transport.size, 2), np.int64)
+    own = dropped.closable(engine.dropped)
+    mine = np.array([_NONE if color is None else color, key, len(own)], np.int64)
+    everyone = np.empty((transport.size, len(mine)), np.int64)
     engine.creating += 1
     try:
         yield transport.iall_gather(as_buffer(mine), as_buffer(everyone))
+        yield from dropped.close_common(transport, own, engine.dropped, int(everyone[:, -1].max()))
         call = Blocking(engine, lambda: transport.split(color, key))
         yield call
     finally:
@@ -79,9 +82,12 @@ def split(transport: Transport, engine: Engine, make: Make, color: int | None, k
 
 def dup(transport: Transport, engine: Engine, make: Make) -> Steps[object]:
     """The same ranks, with messages and an order of their own."""
+    own = dropped.closable(engine.dropped)
+    most = np.array(len(own), np.int64)
     engine.creating += 1
     try:
-        yield transport.ibarrier()
+        yield transport.iall_reduce(None, as_buffer(most), "max")
+        yield from dropped.close_common(transport, own, engine.dropped, int(most))
         call = Blocking(engine, transport.dup)
         yield call
     finally:
@@ -95,21 +101,13 @@ def subgroup(
     """These ranks of the parent; the others do not take part."""
     members = [parent.world_ranks[rank] for rank in ranks]
     engine = parent.engine
+    own = dropped.closable(engine.dropped)
     engine.creating += 1
     try:
-        yield from meet(meeting, members, name)
+        counts = yield from meet(meeting, members, name, len(own))
         call = Blocking(engine, lambda: engine.maker.subgroup(members, tag_of(meeting, name)))
         yield call
+        yield from dropped.close_common(call.result(), own, engine.dropped, max(counts))
     finally:
         engine.creating -= 1
     return make(call.result())
-
-
-class Until:
-    """A condition as a request."""
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self._condition = condition
-
-    def Test(self) -> bool:
-        return self._condition()

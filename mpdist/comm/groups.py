@@ -15,6 +15,7 @@ from mpdist.algorithms import closing, groups
 from mpdist.comm.operation import Operations, operation
 from mpdist.errors import InvalidRank, UsageError
 from mpdist.progress.callback import when_done
+from mpdist.progress.channel import Dropped
 from mpdist.progress.collective import Collective
 from mpdist.progress.work import Work
 
@@ -207,10 +208,21 @@ class Groups(Operations):
         await self._close()
 
     def __del__(self) -> None:
+        if self._drop():
+            words = f"communicator {self._channel.where()} was never closed"
+            warnings.warn(words, ResourceWarning, stacklevel=2, source=self)
+
+    def _drop(self) -> bool:
+        """Have it closed when the ranks make another one, once all members have dropped it; nobody uses it any more.
+
+        Returns:
+            False where there is nothing to close.
+        """
         channel = getattr(self, "_channel", None)
         if channel is None or channel.is_closed or sys.is_finalizing() or self._owner_pid != os.getpid():
-            return
-        warnings.warn(f"communicator {channel.where()} was never closed", ResourceWarning, stacklevel=2, source=self)
+            return False
+        channel.engine.dropped.append(Dropped(channel, self._close))
+        return True
 
     _owner_pid: int
     _node: Communicator | None

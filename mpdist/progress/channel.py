@@ -12,7 +12,7 @@ from asyncio import current_task
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mpdist.errors import ClosedError
 from mpdist.progress import wire
@@ -344,6 +344,17 @@ class Channel:
     @property
     def is_closed(self) -> bool:
         return False
+
+
+class Dropped(NamedTuple):
+    """What is left of a communicator that the program cannot reach any more.
+
+    Attributes:
+        close: posts its closing.
+    """
+
+    channel: Channel
+    close: Callable[[], Work[None]]
 
 
 def _is_under_way(work: Work[Any]) -> bool:

@@ -31,8 +31,8 @@ Words = tuple[Callable[..., str], *tuple[Any, ...]]
 
 _MAKING = ("dup", "split", "subgroup", "node")
 _TOO_MANY = (
-    "; MPI makes only so many communicators (MPICH 2048), and gets back those that all members close, not those that "
-    "were left by an exception, or belonged to a DistributedDataParallel or a torch group that is gone"
+    "; MPI makes only so many communicators (MPICH 2048), and gets back those that all members close or no more refer "
+    "to, not those that were left by an exception, or belonged to a torch group that was destroyed"
 )
 _COMPARE = "; do all ranks call it with the same count, type and op? MPDIST_DEBUG=1 compares them"
 
@@ -45,6 +45,16 @@ def single_step(program: P) -> P:
     """Mark a program that posts all it has to post before its first yield."""
     program.is_single_step = True  # type: ignore[attr-defined]  # functions take attributes
     return program
+
+
+class Until:
+    """A condition as a request."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def Test(self) -> bool:
+        return self._condition()
 
 
 class Collective(Work[T]):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.exports import Exports
     from mpdist.memory.pinned import Pinned
-    from mpdist.progress.channel import Channel
+    from mpdist.progress.channel import Channel, Dropped
     from mpdist.progress.inbox import Inbox
     from mpdist.progress.work import Work
     from mpdist.transport.mpi import Transport
@@ -76,6 +76,7 @@ class Engine:
         maker: the world once more, on which subgroups are made: Open MPI does that by messages, which a probe
             on the same communicator would take away.
         creating: communicators being made.
+        dropped: those that went without close.
         nodes: for each rank of the world, which node it is on.
         is_threaded: whether MPI may be called from several threads.
         on_channel: called with the channel of each new communicator; the debug mode.
@@ -110,6 +111,7 @@ class Engine:
         self.channels: list[Channel] = []
         self.closed: deque[tuple[str, tuple[int, ...], int]] = deque(maxlen=REMEMBERED)
         self.creating = 0
+        self.dropped: list[Dropped] = []
         self.shared: Neighbours | None = None
         self.is_sharing = False
         self.thresholds: object = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
 
 _progress: Progress | None = None
+_generation = count(1)  # of default groups, of which a program may have one after the other
+_suffix = ""
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
@@ -42,8 +45,17 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     except mpdist.MpdistError as error:
         raise translated(error) from error
     group = ProcessGroup(comm, options.store, progress_of(world), _timeout_of(options.timeout))
-    comm.name = comm._channel.name = f"group {options.group_id}" if ranks else "default group"
+    comm.name = comm._channel.name = _name(options.group_id if ranks else None)
     return group
+
+
+def _name(group_id: str | None) -> str:
+    """Another one for each group, though torch numbers them anew with each default group; None for that."""
+    global _suffix
+    if group_id is None:
+        generation = next(_generation)
+        _suffix = f"#{generation}" if generation > 1 else ""
+    return ("default group" if group_id is None else f"group {group_id}") + _suffix
 
 
 def _timeout_of(given: timedelta) -> timedelta:

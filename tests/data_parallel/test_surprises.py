@@ -176,6 +176,19 @@ def test_a_part_of_the_module_gets_another_type(comm: Communicator) -> None:
                 net["second"].double()
 
 
+def test_the_communicator_of_a_wrapper_that_is_gone_is_given_back_with_the_next(comm: Communicator) -> None:
+    transports = []
+    for _ in range(4):
+        model = DistributedDataParallel(mlp(6, 5, 2), comm)
+        model(torch.ones(4, 6).double()).sum().backward()
+        transports.append(model.comm._channel.transport)
+        del model
+        gc.collect()
+    model = DistributedDataParallel(mlp(6, 5, 2), comm)
+    assert [bool(transport.comm) for transport in transports] == [False] * 4  # MPI's null communicator
+    model.close()
+
+
 def test_a_closed_wrapper_is_not_trained_and_gives_its_communicator_back(comm: Communicator) -> None:
     net = mlp(6, 5, 2)
     used = comm._channel.engine.shared.arena.used_bytes if comm.size > 1 else 0  # type: ignore[union-attr]  # one node
