@@ -129,7 +129,51 @@ class Backward:
             return None
 
 
-class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
+class _Failure:
+    """The result of a Future that has failed, from which DDP, which waits in C++, hears of the error.
+
+    A Future has an error for Python only: `torch.futures.Future.set_exception` makes it the result. DDP looks for
+    tensors in a result by pickling it: of an exception that can be pickled it took the first of none, and crashed.
+    With a hook it shows what the result is instead of a tensor.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> str:
+        raise self._error
+
+    def __repr__(self) -> str:
+        return f"{type(self._error).__name__}: {self._error}"
+
+
+class _MayFail(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
+    """A Future whose error DDP hears of, too."""
+
+    _error: BaseException | None = None
+
+    def set_exception(self, result: BaseException) -> None:
+        """Fail."""
+        self._error = result
+        self.set_result(_Failure(result))
+
+    def wait(self) -> Any:
+        """The result, or what went wrong."""
+        result = super().wait()
+        self._check()
+        return result
+
+    def value(self) -> Any:
+        """The result, or what went wrong; it is done."""
+        self._check()
+        return super().value()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Future(_MayFail):
     """A Future whose `wait` drives: it may be called in a callback, on the thread that would drive otherwise."""
 
     def __init__(self, work: Work) -> None:
@@ -162,7 +206,7 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]  # generic at run 
             work.complete()
 
 
-class _Then(torch.futures.Future):  # type: ignore[type-arg]  # generic at run time only
+class _Then(_MayFail):
     """What a callback makes of a Future that completes after a backward, or when it is waited for in it."""
 
     def __init__(self, before: Future | _Then, callback: Callable[[Any], Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -157,6 +159,44 @@ def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.
     while kept() and time.monotonic() < deadline:  # the last callback's frame goes
         time.sleep(0.001)
     assert not kept()
+
+
+def net(group: dist.ProcessGroup) -> torch.nn.parallel.DistributedDataParallel:
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10), process_group=group)
+
+
+@pytest.mark.parametrize("mistake", ["late", "another collective"])
+def test_ddp_waits_in_cxx_for_a_bucket_that_fails_and_says_why(group: dist.ProcessGroup, mistake: str) -> None:
+    part: Any = dist.new_group(timeout=timedelta(seconds=20))
+    model = net(part)
+    model(torch.ones(2, 100)).sum().backward()
+    part.set_timeout(timedelta(seconds=0.5))
+    if group.rank() == 0:
+        with pytest.raises(RuntimeError, match=r"OperationTimeout: mpdist: Timed out : all_reduce float32 x 1010"):
+            model(torch.ones(2, 100)).sum().backward()
+    elif mistake == "another collective":
+        with contextlib.suppress(RuntimeError):  # MPICH's shared memory may let it pass
+            dist.all_reduce(torch.ones(1, dtype=torch.int64), group=part)
+    dist.barrier()
+    dist.destroy_process_group(part)
+
+
+def test_ddp_tells_of_a_hook_whose_callback_raises(group: dist.ProcessGroup) -> None:
+    model = net(group)
+
+    def go_on(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        assert future.value()[0].shape == (1010,)
+        raise _Failed("in the callback")
+
+    def hook(_: object, bucket: Any) -> Any:
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(go_on)
+
+    hook.__annotations__.clear()  # torch wants its own classes, or none
+
+    model.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match="_Failed: in the callback"):
+        model(torch.ones(2, 100)).sum().backward()
+    dist.barrier()
 
 
 def test_a_result_that_cannot_be_brought_to_its_place_fails_the_future(group: dist.ProcessGroup) -> None:
