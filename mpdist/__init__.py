@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mpdist import unstarted
+
 if TYPE_CHECKING:
     from mpdist import torch as torch
     from mpdist.comm import ANY_SOURCE, ANY_TAG, Communicator
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from mpdist.memory import ReduceOp, premul_sum
     from mpdist.progress import Message, Work
     from mpdist.runtime import finalize, init, run
+
+unstarted.watch()
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.jobs import FAILING_RANK, PROMISED_SECONDS, Ended, Job, job, job_environ
+from cli.jobs import FAILING_RANK, PROMISED_SECONDS, START_SECONDS, Ended, Job, job, job_environ
 
 pytestmark = pytest.mark.job
 
@@ -65,6 +65,24 @@ def test_rank_that_has_explained_itself_is_not_explained_again() -> None:
     assert ended.status == 5
     assert "rank 1 explains itself" in ended.err
     assert "mpdist:" not in ended.err
+
+
+def test_an_error_before_mpdist_is_started_and_after_mpi_is(tmp_path: Path) -> None:
+    """As after Lightning's `Trainer()`: mpi4py would wait for the other rank."""
+    text = """
+import sys
+from mpi4py import MPI
+import mpdist
+if MPI.COMM_WORLD.Get_rank() == 1:
+    raise ValueError("too early")
+mpdist.init().barrier().wait()
+"""
+    ended = run("-n", "2", script(tmp_path, text))
+    assert ended.status == 1
+    assert "ValueError: too early" in ended.err
+    assert ended.last_line.startswith("mpdist: rank 1 of 2 (host ")
+    assert "left with exit status 1 before it started mpdist (what it printed says why)" in ended.last_line
+    assert ended.seconds < START_SECONDS
 
 
 @pytest.mark.parametrize("status", [0, 7])
