@@ -33,6 +33,9 @@ _DRAINING = (finish.drain.__code__, finish.agree.__code__)
 _PARK = f"{Engine.park.__qualname__}.<locals>.wake"
 _FORGET = f"{Work.forget.__qualname__}.<locals>.<lambda>"
 
+# The Python frame from which torch's C++ runs a backward, at whose end DDP waits.
+_BACKWARD = "torch/autograd/graph.py"
+
 # asyncio's modules in which a task waits for other tasks only, but for the functions that wait for the clock.
 _FOR_TASKS = ("asyncio/taskgroups.py", "asyncio/locks.py", "asyncio/queues.py", "asyncio/tasks.py")
 _FOR_THE_CLOCK = ("sleep",)
@@ -125,6 +128,9 @@ def waits(engine: Engine) -> Waits:
         waiter = _waiting_thread(frame)
         if waiter is not None and _is_endless_in(thread, waiter.work):
             found.surely.append(waiter)
+    main = frames.get(_main_thread())
+    if engine.at_ends is not None and main is not None and main.f_code.co_filename.endswith(_BACKWARD):
+        found.surely += [Waiter(work, _line_of_thread(main)) for work in engine.at_ends()]
     loop = _running_loop(engine)
     if loop is None or asyncio.current_task(loop) is not None:
         return found

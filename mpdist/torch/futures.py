@@ -19,6 +19,7 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.devices import devices_of
 
 if TYPE_CHECKING:
+    from mpdist.progress.work import Work as Posted
     from mpdist.torch.work import Waiter, Work
 
 # A wait at the end of a backward goes on as long as anything moves within this time.
@@ -48,10 +49,17 @@ def running_backward(waiter: Waiter) -> Backward | None:
     backward = _running.get((id(waiter), task))
     if backward is None:
         backward = _running[id(waiter), task] = Backward(waiter, task)
+        waiter.engine.at_ends = awaited_at_ends
         torch.autograd.Variable._execution_engine.queue_callback(backward)
     if at_end:  # where DDP with a static graph posts all, and waits in C++ at once
         backward.end()
     return backward
+
+
+def awaited_at_ends() -> list[Posted[Any]]:
+    """The operations for whose Futures C++ waits, where it does: of each backward that is over the next."""
+    works = [backward._next() for backward in list(_running.values()) if backward._is_over]
+    return [work._posted for work in works if work is not None]
 
 
 def end_backward() -> None:
