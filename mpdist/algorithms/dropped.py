@@ -45,7 +45,10 @@ def close_common(transport: Transport, own: Sequence[Dropped], dropped: list[Dro
     yield transport.iall_gather(as_buffer(mine), as_buffer(everyone))
     keys = {rank: set(row.tolist()) for rank, row in zip(transport.world_ranks(), everyone, strict=True)}
     common = [
-        each for each in own if all(_key(each.channel) in keys.get(rank, ()) for rank in each.channel.world_ranks)
+        each
+        for each in own
+        if each in dropped  # where several are made at once, another may have closed it meanwhile
+        and all(_key(each.channel) in keys.get(rank, ()) for rank in each.channel.world_ranks)
     ]
     for each in common:
         dropped.remove(each)

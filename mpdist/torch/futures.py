@@ -58,7 +58,8 @@ def running_backward(waiter: Waiter) -> Backward | None:
 
 def awaited_at_ends() -> list[Posted[Any]]:
     """The operations for whose Futures C++ waits, where it does: of each backward that is over the next."""
-    works = [backward._next() for backward in list(_running.values()) if backward._is_over]
+    backwards = [reference() for reference in _running.valuerefs()]
+    works = [backward._next() for backward in backwards if backward is not None and backward._is_over]
     return [work._posted for work in works if work is not None]
 
 

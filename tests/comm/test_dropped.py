@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,18 @@ async def test_messages_that_nobody_received_are_told_and_never_meet_another(
         await part.send(np.full(3, -1), after)
         assert (await part.recv()).data.tolist() == [-1] * 3
     assert capfd.readouterr().err.count("is closed with 1 messages that nobody received") == 4
+
+
+async def test_each_is_closed_once_where_several_are_made_at_once(comm: Communicator) -> None:
+    await settle(comm)
+    before = await open_names(comm)
+    for _ in range(3):
+        await comm.dup()
+    makings = [MAKINGS[how](comm) for how in ("subgroup", "dup", "subgroup")]
+    for part in await asyncio.gather(*makings):
+        await part.close()
+    del makings, part
+    assert await open_names(comm) == before
 
 
 @pytest.mark.ranks(3, 4)

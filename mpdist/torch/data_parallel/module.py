@@ -365,4 +365,6 @@ def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 def _let_go(reducer: Reducer, comm: Communicator) -> None:
     reducer.let_go()
+    if comm._channel.broken and not comm._channel.is_closed:
+        comm._closed("its DistributedDataParallel is gone")
     comm._drop()
