@@ -91,12 +91,12 @@ class Engine:
         has_ipc: whether ranks of a node may reach each other's memory on devices.
         awareness: what MPI may be given of their memory.
         given: devices whose memory it was given: threads that call MPI attend to them.
-        at_ends: gives the Works for which C++ waits at the end of a backward; None where none ever had a Future.
+        awaited_in_cxx: gives the Works for which C++ waits at the end of a backward; None where none ever had a Future.
     """
 
     meeting: Channel
     maker: Transport
-    at_ends: Callable[[], list[Work[Any]]] | None = None
+    awaited_in_cxx: Callable[[], list[Work[Any]]] | None = None
 
     def __init__(self, backoff: Backoff | None = None, doorbell: Doorbell | None = None) -> None:
         self.backoff = backoff or Backoff()

@@ -129,8 +129,8 @@ def waits(engine: Engine) -> Waits:
         if waiter is not None and _is_endless_in(thread, waiter.work):
             found.surely.append(waiter)
     main = frames.get(_main_thread())
-    if engine.at_ends is not None and main is not None and main.f_code.co_filename.endswith(_BACKWARD):
-        found.surely += [Waiter(work, _line_of_thread(main)) for work in engine.at_ends()]
+    if engine.awaited_in_cxx is not None and main is not None and main.f_code.co_filename.endswith(_BACKWARD):
+        found.surely += [Waiter(work, _line_of_thread(main)) for work in engine.awaited_in_cxx()]
     loop = _running_loop(engine)
     if loop is None or asyncio.current_task(loop) is not None:
         return found

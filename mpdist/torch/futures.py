@@ -49,14 +49,14 @@ def running_backward(waiter: Waiter) -> Backward | None:
     backward = _running.get((id(waiter), task))
     if backward is None:
         backward = _running[id(waiter), task] = Backward(waiter, task)
-        waiter.engine.at_ends = awaited_at_ends
+        waiter.engine.awaited_in_cxx = awaited_in_cxx
         torch.autograd.Variable._execution_engine.queue_callback(backward)
     if at_end:  # where DDP with a static graph posts all, and waits in C++ at once
         backward.end()
     return backward
 
 
-def awaited_at_ends() -> list[Posted[Any]]:
+def awaited_in_cxx() -> list[Posted[Any]]:
     """The operations for whose Futures C++ waits, where it does: of each backward that is over the next."""
     backwards = [reference() for reference in _running.valuerefs()]
     works = [backward._next() for backward in backwards if backward is not None and backward._is_over]
