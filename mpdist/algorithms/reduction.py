@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """One op on one element type, over `size` ranks.
 

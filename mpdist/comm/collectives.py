@@ -33,7 +33,7 @@ class Collectives(Reductions):
         if self._large_from["barrier"]:
             return channel.post_direct("barrier", (str,), None, channel.transport.ibarrier)
         if isinstance(channel.team, Team):
-            return channel.post_direct("barrier", (str,), None, channel.team.enter_barrier)
+            return channel.post_direct("barrier", (str,), None, channel.team.enter_barrier, is_native=False)
         return channel.post("barrier", self._large.barrier, str, channel)
 
     @operation

@@ -60,6 +60,8 @@ class Communicator(Objects, Collectives, Groups):
         self._channel = Channel(engine, transport, name, ranks)
         if engine.on_channel is not None:
             engine.on_channel(self._channel)
+        if engine.roll is not None:
+            self._channel.signer = engine.roll.signer(self._channel)
         self.rank = transport.rank
         self.size = transport.size
         self.name = name

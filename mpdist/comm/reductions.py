@@ -65,7 +65,16 @@ class Reductions(Arrays):
                         team = channel.team
                         if SmallAllReduce.fits(team, target, how):
                             return channel.post_direct(
-                                "all_reduce", words, x, SmallAllReduce, team, target, target, how.folder, caller=2
+                                "all_reduce",
+                                words,
+                                x,
+                                SmallAllReduce,
+                                team,
+                                target,
+                                target,
+                                how.folder,
+                                caller=2,
+                                is_native=False,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
                         return channel.post("all_reduce", program, details, channel, None, target, how)

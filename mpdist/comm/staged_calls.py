@@ -103,7 +103,7 @@ class StagedChannel:
         return real.post(op, steps, details, kind=DeviceCollective)
 
     def post_direct(
-        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, caller: int = 0
+        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, **_: object
     ) -> Collective[Any]:
         describe, *rest = words
         return self.post(op, one_call, partial(describe, *rest), call, arguments, result)

@@ -6,20 +6,15 @@ hold nothing else, but for the few listed here. The call's line is told, never c
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpdist.errors import CollectiveMismatch
+from mpdist.progress.roll import OWN_DETAILS, comparable
 
 NBYTES = 1024
 _PART_BYTES = 440
-
-# Each rank chooses its own color.
-OWN_DETAILS = frozenset({"split"})
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,6 @@ class Call:
         return cls(op, details, site)
 
 
-def _comparable(details: str) -> str:
-    """Without what differs between processes: the addresses of objects."""
-    return _ADDRESS.sub("", details)
-
-
 def _cut(text: str, *, keep_start: bool) -> str:
     """At most _PART_BYTES bytes; a cut start keeps a checksum of the whole, so that it still differs."""
     data = text.replace("\0", " ").encode(errors="replace")
@@ -63,7 +53,7 @@ def _cut(text: str, *, keep_start: bool) -> str:
         return data.decode()
     if not keep_start:
         return "..." + data[3 - _PART_BYTES :].decode(errors="ignore")
-    checksum = zlib.crc32(_comparable(text).encode(errors="replace"))
+    checksum = zlib.crc32(comparable(text).encode(errors="replace"))
     return f"{data[: _PART_BYTES - 20].decode(errors='ignore')}... ({checksum:08x})"
 
 
@@ -72,7 +62,7 @@ def is_mismatch(calls: Mapping[int, Call]) -> bool:
     ops = {call.op for call in calls.values()}
     if len(ops) > 1:
         return True
-    known = {_comparable(call.details) for call in calls.values() if call.details is not None}
+    known = {comparable(call.details) for call in calls.values() if call.details is not None}
     return len(known) > 1 and not ops <= OWN_DETAILS
 
 

@@ -33,6 +33,7 @@ from mpdist.progress.work import Work
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
     from mpdist.progress.outbox import Outbox
+    from mpdist.progress.roll import Signer
     from mpdist.progress.shown.showing import Showing
     from mpdist.transport.mpi import Request, Transport
 
@@ -76,10 +77,12 @@ class Channel:
         has_met: whether they have tried to share.
         advice: what to look at where its collectives wait in vain.
         outbox: messages that wait for their data; made for the first of them.
+        signer: compares its collectives with those of other ranks of the node; None where there is nothing to compare.
     """
 
     advice = ""
     outbox: Outbox | None = None
+    signer: Signer | None = None
     devices: Team | None = None
     teller: object = None
     showing: Showing | None = None
@@ -129,11 +132,13 @@ class Channel:
         details: Callable[[], str],
         *arguments: Any,
         kind: type[W] = Collective,  # type: ignore[assignment]  # a default of a type variable
+        is_native: bool | None = None,
     ) -> W:
         """Post a collective, in program order; the arguments are checked.
 
         Args:
             details: makes its text; it keeps no array alive, for it is remembered longer than the collective.
+            is_native: whether it is MPI's own; if not said, those of a single step are.
         """
         if self.broken:
             self.check_usable(op)
@@ -149,6 +154,8 @@ class Channel:
         work.task = task
         work._place = user_place()
         with self.engine.lock:
+            if self.signer is not None and op != "close" and self.check is None:
+                self.signer.sign_made(self.sequence + 1, op, details, single if is_native is None else is_native)
             self.sequence += 1
             work.sequence = self.sequence
             self.recent.append((op, (details,), work._place))
@@ -172,10 +179,14 @@ class Channel:
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = CALLER,
+        is_native: bool = True,
     ) -> Collective[Any]:
-        """Post a collective that is one call of MPI, whose result is known; the arguments are checked."""
+        """Post a collective that is one call, of MPI if not said otherwise, whose result is known.
+
+        The arguments are checked.
+        """
         if self._running is not None or self._queue or self.check is not None or self.broken:
-            return self._post_indirect(op, words, result, call, arguments)
+            return self._post_indirect(op, words, result, call, arguments, is_native)
         loop = running_loop()
         task = None if loop is None else current_task(loop)
         collectives = self.collectives
@@ -189,7 +200,9 @@ class Channel:
         lock.acquire()
         try:
             if self._running is not None or self._queue:  # by another thread, since it was looked at
-                return self._post_indirect(op, words, result, call, arguments)
+                return self._post_indirect(op, words, result, call, arguments, is_native)
+            if self.signer is not None:
+                self.signer.sign(self.sequence + 1, op, words, is_native)
             work._request = call(*arguments)
             self.sequence += 1
             work.sequence = self.sequence
@@ -209,10 +222,16 @@ class Channel:
         return work
 
     def _post_indirect(
-        self, op: str, words: Words, result: Any, call: Callable[..., Request], arguments: tuple[Any, ...]
+        self,
+        op: str,
+        words: Words,
+        result: Any,
+        call: Callable[..., Request],
+        arguments: tuple[Any, ...],
+        is_native: bool,
     ) -> Collective[Any]:
         describe, *rest = words
-        return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+        return self.post(op, one_call, partial(describe, *rest), call, arguments, result, is_native=is_native)
 
     def post_apart(self, work: W) -> W:
         """Post a program that has no place in the order of this channel's collectives."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpdist.memory.pinned import Pinned
     from mpdist.progress.channel import Channel, Dropped
     from mpdist.progress.inbox import Inbox
+    from mpdist.progress.roll import Roll
     from mpdist.progress.work import Work
     from mpdist.transport.mpi import Transport
     from mpdist.transport.neighbours import Neighbours
@@ -78,6 +79,7 @@ class Engine:
         creating: communicators being made.
         dropped: those that went without close.
         nodes: for each rank of the world, which node it is on.
+        roll: where the ranks of this node compare their collectives; None where there is one.
         is_threaded: whether MPI may be called from several threads.
         on_channel: called with the channel of each new communicator; the debug mode.
         on_limit: told of a Work with a limit of its own, or of changed timeouts.
@@ -123,6 +125,7 @@ class Engine:
         self.awareness = Awareness()
         self.given: list[Accelerator] = []
         self.nodes: Sequence[int] = (0,)
+        self.roll: Roll | None = None
         self.is_threaded = True
         self.allow_pickle = True
         self.on_channel: Callable[[Channel], None] | None = None

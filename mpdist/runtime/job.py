@@ -23,6 +23,7 @@ from mpdist.progress.backoff import policy
 from mpdist.progress.channel import Channel
 from mpdist.progress.doorbell import SilentDoorbell, connect
 from mpdist.progress.engine import Engine
+from mpdist.progress.roll import Roll, roll_bytes
 from mpdist.runtime import exits, finish, fork
 from mpdist.runtime.answers import describe_pending
 from mpdist.runtime.board import Board, board_bytes
@@ -291,6 +292,9 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     places = transport.all_gather_now(own)
     engine = Engine(policy(*crowd(own, places)), doorbell)
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
+    if node.size > 1:
+        at = {rank: place for place, rank in enumerate(node.world_ranks())}
+        engine.roll = Roll(shared_bytes(node, roll_bytes(node.size)), at)
     if config.shared_memory and transport.size > 1:
         engine.shared = neighbours.connect(node, config.shared_memory_dir, config.reach)
     shared = engine.shared

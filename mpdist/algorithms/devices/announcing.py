@@ -7,11 +7,10 @@ pay nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpdist.progress.channel import Channel
-from mpdist.progress.collective import Collective, one_call, single_step
+from mpdist.progress.collective import Collective, single_step
 
 if TYPE_CHECKING:
     from mpdist.progress.collective import Program, Steps, Words
@@ -39,17 +38,25 @@ class AnnouncingChannel(Channel):
         details: Callable[[], str],
         *arguments: Any,
         kind: Any = Collective,
+        is_native: bool | None = None,
     ) -> Any:
         if issubclass(kind, DeviceCollective):
-            return super().post(op, program, details, *arguments, kind=kind)
+            return super().post(op, program, details, *arguments, kind=kind, is_native=is_native)
         with self.engine.lock:  # nobody else takes this number
-            return super().post(op, _told(program, self, self.sequence + 1), details, *arguments, kind=kind)
+            told = _told(program, self, self.sequence + 1)
+            return super().post(op, told, details, *arguments, kind=kind, is_native=is_native)
 
     def post_direct(
-        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, caller: int = 0
+        self,
+        op: str,
+        words: Words,
+        result: Any,
+        call: Callable[..., Request],
+        *arguments: Any,
+        caller: int = 0,
+        is_native: bool = True,
     ) -> Collective[Any]:
-        describe, *rest = words
-        posted: Collective[Any] = self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+        posted: Collective[Any] = self._post_indirect(op, words, result, call, arguments, is_native)
         return posted
 
 

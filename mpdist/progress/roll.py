@@ -1,0 +1,182 @@
+"""Roll: each rank signs which collective it posts, so that whoever comes later sees a difference before it posts.
+
+MPI compares nothing: arrays of different sizes give wrong numbers, writes beyond an
+array, or ranks that wait for ever. The ranks of a node have some memory in common,
+where each writes the text of its call, by the communicator and the number of the
+collective, and looks at the texts of two others, the next member below and above:
+where any two members differ, some neighbours do. Whoever comes first has nothing to
+compare with, so one rank raises, and the others wait for its corrected call.
+Ranks of other nodes are not seen.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from mpdist.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    import mmap
+
+    from mpdist.progress.channel import Channel
+    from mpdist.progress.collective import Words
+
+# So many collectives of each rank are remembered, and so many texts; who is further behind sees no difference.
+_ENTRIES = 256
+_TEXT_BYTES = 64
+_WORD_BYTES = 8
+
+# An entry is a word of 60 bits, which Python adds quickly: whether it is MPI's own call, a checksum of the text, and a
+# key, which is the number of the collective, counted from a place that the communicator's name gives.
+_KEY_BITS = 40
+_KEYS = (1 << _KEY_BITS) - 1
+_CODES = 1 << 19
+_NATIVE = 1 << 59
+
+# What is known of the codes of calls is dropped all at once.
+_MOST_CODES = 1024
+
+# After so long what another rank has written is seen as a whole, in whatever order its processor did.
+_SETTLE_SECONDS = 0.001
+
+# Each rank chooses its own color.
+OWN_DETAILS = frozenset({"split"})
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def comparable(details: str) -> str:
+    """Without what differs between processes: the addresses of objects."""
+    return _ADDRESS.sub("", details)
+
+
+class Roll:
+    """The memory of the ranks of one node.
+
+    Args:
+        memory: `roll_bytes(len(places))` zeroed bytes that they share.
+        places: of their ranks in the world, 0 and up.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray, places: Mapping[int, int]) -> None:
+        split = len(places) * _ENTRIES * _WORD_BYTES
+        self.words = memoryview(memory)[:split].cast("Q")
+        self.texts = memoryview(memory)[split:]
+        self.places = places
+        self.codes: dict[tuple[str, Words, bool], int] = {}
+
+    def signer(self, channel: Channel) -> Signer | None:
+        """For the collectives of a channel; None where no other member is on this node."""
+        here = [rank for rank in channel.world_ranks if rank in self.places]
+        return Signer(self, channel, here) if len(here) > 1 else None
+
+
+def roll_bytes(ranks: int) -> int:
+    """How much memory so many ranks of a node need."""
+    return ranks * _ENTRIES * (_WORD_BYTES + _TEXT_BYTES)
+
+
+class Signer:
+    """Signs for one rank in one communicator.
+
+    Args:
+        here: the members on this node, by their ranks in the world.
+    """
+
+    def __init__(self, roll: Roll, channel: Channel, here: list[int]) -> None:
+        own = here.index(channel.world_ranks[channel.rank])
+        near = {here[own - 1], here[(own + 1) % len(here)]}
+        self._channel = channel
+        self._words, self._texts, self._codes = roll.words, roll.texts, roll.codes
+        # By its name, which all members know, and which differs from those of all others; half of the keys are left.
+        self._base = int.from_bytes(blake2b(channel.name.encode(), digest_size=8).digest(), "little") % (_KEYS // 2)
+        self._offset = self._base % _ENTRIES
+        self._own = roll.places[here[own]] * _ENTRIES
+        self._near = [roll.places[rank] * _ENTRIES for rank in near]
+        self._rank_at = {roll.places[rank] * _ENTRIES: channel.world_ranks.index(rank) for rank in near}
+
+    def sign(self, sequence: int, op: str, words: Words, is_native: bool) -> None:
+        """Write down that this collective is posted as number `sequence`, and compare.
+
+        Args:
+            is_native: MPI's own call, which compares nothing; other algorithms do, unless some rank is with MPI's.
+
+        Raises:
+            CollectiveMismatch: another member has called something else, and one of both is MPI's.
+        """
+        try:
+            code = self._codes[op, words, is_native]
+        except KeyError:
+            if len(self._codes) >= _MOST_CODES:
+                self._codes.clear()
+            code = self._code(op, words[0](*words[1:])) | (_NATIVE if is_native else 0)
+            self._codes[op, words, is_native] = code
+        entries = self._words
+        word = code + self._base + sequence
+        entry = (self._offset + sequence) % _ENTRIES
+        entries[self._own + entry] = word
+        for first in self._near:
+            other = entries[first + entry]
+            if other != word and not (other ^ word) & _KEYS:
+                self._differ(sequence, word, first + entry, first)
+
+    def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_native: bool) -> None:
+        """The same, of a function that makes the details; the arguments of a `partial` have a hash."""
+        words: Words = (details.func, *details.args) if type(details) is partial else (str, details())
+        self.sign(sequence, op, words, is_native)
+
+    def _code(self, op: str, details: str) -> int:
+        """Code of a call, in its place in a word; others find its text from now on."""
+        words = f"{op} {'' if op in OWN_DETAILS else comparable(details)}".strip().encode(errors="replace")
+        if len(words) >= _TEXT_BYTES:
+            words = words[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(words)
+        text = words.ljust(_TEXT_BYTES, b"\0")
+        code = zlib.crc32(text) % _CODES
+        at = _text_at(self._own, code)
+        self._texts[at : at + _TEXT_BYTES] = text
+        return code << _KEY_BITS
+
+    def _text(self, first: int, word: int) -> bytes:
+        """The text for this word of the rank with these entries; empty if it has written another one over it."""
+        code = (word >> _KEY_BITS) % _CODES
+        at = _text_at(first, code)
+        text = bytes(self._texts[at : at + _TEXT_BYTES])
+        return text if zlib.crc32(text) % _CODES == code else b""
+
+    def _differ(self, sequence: int, word: int, at: int, first: int) -> None:
+        """Raise CollectiveMismatch, unless another algorithm than MPI's finds out for all ranks."""
+        if not _is_misfit(word, self._words[at]):
+            return
+        time.sleep(_SETTLE_SECONDS)
+        other = self._words[at]
+        if not _is_misfit(word, other):
+            return
+        own, theirs = self._text(self._own, word), self._text(first, other)
+        channel, rank = self._channel, self._rank_at[first]
+        calls = {channel.rank: _words(own), rank: _words(theirs)}
+        raise CollectiveMismatch(
+            f"call {sequence} on {channel.where()} differs between ranks: this rank calls {calls[channel.rank]}, "
+            f"rank {rank} has called {calls[rank]}. Nothing was posted here: rank {rank} waits for the same call. "
+            "MPDIST_DEBUG=1 tells each rank's line",
+            calls,
+        )
+
+
+def _is_misfit(word: int, other: int) -> bool:
+    """Whether two entries are of one collective, differ, and nobody else finds out."""
+    different = (word ^ other) & ~_NATIVE
+    return bool(different) and not different & _KEYS and bool((word | other) & _NATIVE)
+
+
+def _words(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace") or "something else"
+
+
+def _text_at(first: int, code: int) -> int:
+    return (first + code % _ENTRIES) * _TEXT_BYTES
