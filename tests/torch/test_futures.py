@@ -171,11 +171,14 @@ def test_ddp_waits_in_cxx_for_a_bucket_that_fails_and_says_why(group: dist.Proce
     model = net(part)
     model(torch.ones(2, 100)).sum().backward()
     part.set_timeout(timedelta(seconds=0.5))
+    reason = r"OperationTimeout: mpdist: Timed out : all_reduce float32 x 1010"
+    if mistake == "another collective":  # refused on the rank that comes later
+        reason += r"|differs between ranks.*all_reduce int64 x 1"
     if group.rank() == 0:
-        with pytest.raises(RuntimeError, match=r"OperationTimeout: mpdist: Timed out : all_reduce float32 x 1010"):
+        with pytest.raises(RuntimeError, match=reason):
             model(torch.ones(2, 100)).sum().backward()
     elif mistake == "another collective":
-        with contextlib.suppress(RuntimeError):  # MPICH's shared memory may let it pass
+        with contextlib.suppress(RuntimeError):  # refused here, or there: then it waits
             dist.all_reduce(torch.ones(1, dtype=torch.int64), group=part)
     dist.barrier()
     dist.destroy_process_group(part)
