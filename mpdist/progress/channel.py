@@ -154,6 +154,7 @@ class Channel:
         work.task = task
         work._place = user_place()
         with self.engine.lock:
+            # A rank may close what others are still about to use; and what the debug mode compares has been compared.
             if self.signer is not None and op != "close" and self.check is None:
                 self.signer.sign_made(self.sequence + 1, op, details, single if is_native is None else is_native)
             self.sequence += 1
