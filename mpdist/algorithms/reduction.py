@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """One op on one element type, over `size` ranks.
+    """One op on one element type, over `size` ranks; compared by identity, which is quick to hash.
 
     Attributes:
         mpi_op: MPI's part of it.

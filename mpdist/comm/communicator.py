@@ -58,10 +58,10 @@ class Communicator(Objects, Collectives, Groups):
 
     def __init__(self, engine: Engine, transport: Transport, name: str, ranks: Sequence[int]) -> None:
         self._channel = Channel(engine, transport, name, ranks)
-        if engine.on_channel is not None:
-            engine.on_channel(self._channel)
         if engine.roll is not None:
             self._channel.signer = engine.roll.signer(self._channel)
+        if engine.on_channel is not None:
+            engine.on_channel(self._channel)
         self.rank = transport.rank
         self.size = transport.size
         self.name = name

@@ -154,8 +154,7 @@ class Channel:
         work.task = task
         work._place = user_place()
         with self.engine.lock:
-            # A rank may close what others are still about to use; and what the debug mode compares has been compared.
-            if self.signer is not None and op != "close" and self.check is None:
+            if self.signer is not None and op != "close":  # a rank may close what others are still about to use
                 self.signer.sign_made(self.sequence + 1, op, details, single if is_native is None else is_native)
             self.sequence += 1
             work.sequence = self.sequence
@@ -180,11 +179,12 @@ class Channel:
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = CALLER,
-        is_native: bool = True,
+        is_native: bool | None = True,
     ) -> Collective[Any]:
-        """Post a collective that is one call, of MPI if not said otherwise, whose result is known.
+        """Post a collective that is one call, whose result is known; the arguments are checked.
 
-        The arguments are checked.
+        Args:
+            is_native: whether it is MPI's own; None: it is not, and is not compared with other ranks' calls.
         """
         if self._running is not None or self._queue or self.check is not None or self.broken:
             return self._post_indirect(op, words, result, call, arguments, is_native)
@@ -202,7 +202,7 @@ class Channel:
         try:
             if self._running is not None or self._queue:  # by another thread, since it was looked at
                 return self._post_indirect(op, words, result, call, arguments, is_native)
-            if self.signer is not None:
+            if self.signer is not None and is_native is not None:
                 self.signer.sign(self.sequence + 1, op, words, is_native)
             work._request = call(*arguments)
             self.sequence += 1
@@ -229,10 +229,10 @@ class Channel:
         result: Any,
         call: Callable[..., Request],
         arguments: tuple[Any, ...],
-        is_native: bool,
+        is_native: bool | None,
     ) -> Collective[Any]:
         describe, *rest = words
-        return self.post(op, one_call, partial(describe, *rest), call, arguments, result, is_native=is_native)
+        return self.post(op, one_call, partial(describe, *rest), call, arguments, result, is_native=bool(is_native))
 
     def post_apart(self, work: W) -> W:
         """Post a program that has no place in the order of this channel's collectives."""

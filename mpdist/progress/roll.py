@@ -2,9 +2,10 @@
 
 MPI compares nothing: arrays of different sizes give wrong numbers, writes beyond an
 array, or ranks that wait for ever. The ranks of a node have some memory in common,
-where each writes the text of its call, by the communicator and the number of the
-collective, and looks at the texts of two others, the next member below and above:
-where any two members differ, some neighbours do. Whoever comes first has nothing to
+where each writes a checksum of its call, by the communicator and the number of the
+collective, and looks at those of two others, the next member below and above:
+where any two members differ, some neighbours do. The call's text is written once,
+for errors. Whoever comes first has nothing to
 compare with, so one rank raises, and the others wait for its corrected call.
 Ranks of other nodes are not seen.
 """
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # So many collectives of each rank are remembered, and so many texts; who is further behind sees no difference.
 _ENTRIES = 256
 _TEXT_BYTES = 64
-_WORD_BYTES = 8
+_ENTRY_BYTES = 8
 
 # An entry is a word of 60 bits, which Python adds quickly: whether it is MPI's own call, a checksum of the text, and a
 # key, which is the number of the collective, counted from a place that the communicator's name gives.
@@ -65,8 +66,8 @@ class Roll:
     """
 
     def __init__(self, memory: mmap.mmap | bytearray, places: Mapping[int, int]) -> None:
-        split = len(places) * _ENTRIES * _WORD_BYTES
-        self.words = memoryview(memory)[:split].cast("Q")
+        split = len(places) * _ENTRIES * _ENTRY_BYTES
+        self.entries = memoryview(memory)[:split].cast("Q")
         self.texts = memoryview(memory)[split:]
         self.places = places
         self.codes: dict[tuple[str, Words, bool], int] = {}
@@ -79,7 +80,7 @@ class Roll:
 
 def roll_bytes(ranks: int) -> int:
     """How much memory so many ranks of a node need."""
-    return ranks * _ENTRIES * (_WORD_BYTES + _TEXT_BYTES)
+    return ranks * _ENTRIES * (_ENTRY_BYTES + _TEXT_BYTES)
 
 
 class Signer:
@@ -93,13 +94,12 @@ class Signer:
         own = here.index(channel.world_ranks[channel.rank])
         near = {here[own - 1], here[(own + 1) % len(here)]}
         self._channel = channel
-        self._words, self._texts, self._codes = roll.words, roll.texts, roll.codes
+        self._entries, self._texts, self._codes = roll.entries, roll.texts, roll.codes
         # By its name, which all members know, and which differs from those of all others; half of the keys are left.
         self._base = int.from_bytes(blake2b(channel.name.encode(), digest_size=8).digest(), "little") % (_KEYS // 2)
         self._offset = self._base % _ENTRIES
         self._own = roll.places[here[own]] * _ENTRIES
-        self._near = [roll.places[rank] * _ENTRIES for rank in near]
-        self._rank_at = {roll.places[rank] * _ENTRIES: channel.world_ranks.index(rank) for rank in near}
+        self._near = {roll.places[rank] * _ENTRIES: channel.world_ranks.index(rank) for rank in near}
 
     def sign(self, sequence: int, op: str, words: Words, is_native: bool) -> None:
         """Write down that this collective is posted as number `sequence`, and compare.
@@ -117,14 +117,14 @@ class Signer:
                 self._codes.clear()
             code = self._code(op, words[0](*words[1:])) | (_NATIVE if is_native else 0)
             self._codes[op, words, is_native] = code
-        entries = self._words
-        word = code + self._base + sequence
-        entry = (self._offset + sequence) % _ENTRIES
-        entries[self._own + entry] = word
+        entries = self._entries
+        entry = code + self._base + sequence
+        place = (self._offset + sequence) % _ENTRIES
+        entries[self._own + place] = entry
         for first in self._near:
-            other = entries[first + entry]
-            if other != word and not (other ^ word) & _KEYS:
-                self._differ(sequence, word, first + entry, first)
+            other = entries[first + place]
+            if other != entry and not (other ^ entry) & _KEYS:
+                self._differ(sequence, entry, first, place)
 
     def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_native: bool) -> None:
         """The same, of a function that makes the details; the arguments of a `partial` have a hash."""
@@ -132,34 +132,33 @@ class Signer:
         self.sign(sequence, op, words, is_native)
 
     def _code(self, op: str, details: str) -> int:
-        """Code of a call, in its place in a word; others find its text from now on."""
-        words = f"{op} {'' if op in OWN_DETAILS else comparable(details)}".strip().encode(errors="replace")
-        if len(words) >= _TEXT_BYTES:
-            words = words[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(words)
-        text = words.ljust(_TEXT_BYTES, b"\0")
+        """Code of a call, in its place in an entry; others find its text from now on."""
+        call = f"{op} {'' if op in OWN_DETAILS else comparable(details)}".strip().encode(errors="replace")
+        if len(call) >= _TEXT_BYTES:
+            call = call[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(call)
+        text = call.ljust(_TEXT_BYTES, b"\0")
         code = zlib.crc32(text) % _CODES
         at = _text_at(self._own, code)
         self._texts[at : at + _TEXT_BYTES] = text
         return code << _KEY_BITS
 
-    def _text(self, first: int, word: int) -> bytes:
-        """The text for this word of the rank with these entries; empty if it has written another one over it."""
-        code = (word >> _KEY_BITS) % _CODES
+    def _text(self, first: int, entry: int) -> str:
+        """The call of this entry of the rank whose entries begin there, if it has written no other text over it."""
+        code = (entry >> _KEY_BITS) % _CODES
         at = _text_at(first, code)
         text = bytes(self._texts[at : at + _TEXT_BYTES])
-        return text if zlib.crc32(text) % _CODES == code else b""
+        return text.rstrip(b"\0").decode(errors="replace") if zlib.crc32(text) % _CODES == code else "something else"
 
-    def _differ(self, sequence: int, word: int, at: int, first: int) -> None:
+    def _differ(self, sequence: int, entry: int, first: int, place: int) -> None:
         """Raise CollectiveMismatch, unless another algorithm than MPI's finds out for all ranks."""
-        if not _is_misfit(word, self._words[at]):
+        if not _is_misfit(entry, self._entries[first + place]):
             return
         time.sleep(_SETTLE_SECONDS)
-        other = self._words[at]
-        if not _is_misfit(word, other):
+        other = self._entries[first + place]
+        if not _is_misfit(entry, other):
             return
-        own, theirs = self._text(self._own, word), self._text(first, other)
-        channel, rank = self._channel, self._rank_at[first]
-        calls = {channel.rank: _words(own), rank: _words(theirs)}
+        channel, rank = self._channel, self._near[first]
+        calls = {channel.rank: self._text(self._own, entry), rank: self._text(first, other)}
         raise CollectiveMismatch(
             f"call {sequence} on {channel.where()} differs between ranks: this rank calls {calls[channel.rank]}, "
             f"rank {rank} has called {calls[rank]}. Nothing was posted here: rank {rank} waits for the same call. "
@@ -168,14 +167,10 @@ class Signer:
         )
 
 
-def _is_misfit(word: int, other: int) -> bool:
+def _is_misfit(entry: int, other: int) -> bool:
     """Whether two entries are of one collective, differ, and nobody else finds out."""
-    different = (word ^ other) & ~_NATIVE
-    return bool(different) and not different & _KEYS and bool((word | other) & _NATIVE)
-
-
-def _words(text: bytes) -> str:
-    return text.rstrip(b"\0").decode(errors="replace") or "something else"
+    different = (entry ^ other) & ~_NATIVE
+    return bool(different) and not different & _KEYS and bool((entry | other) & _NATIVE)
 
 
 def _text_at(first: int, code: int) -> int:

@@ -54,7 +54,7 @@ class AnnouncingChannel(Channel):
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = 0,
-        is_native: bool = True,
+        is_native: bool | None = True,
     ) -> Collective[Any]:
         posted: Collective[Any] = self._post_indirect(op, words, result, call, arguments, is_native)
         return posted
