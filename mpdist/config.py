@@ -121,6 +121,8 @@ class Config:
     """Take so many ranks of a node for a node of their own, to try on one what is done between nodes; 0: as it is."""
     shared_memory_dir: Folder = ""
     """Folder of a memory file system to make shared memory in; default: in memory without a name."""
+    as_mpi: bool = False
+    """Let torch.distributed.is_mpi_available() say yes: frameworks that ask it take mpdist, which "mpi" means."""
     cuda_aware: Operations = "auto"
     """Give MPI the memory of GPUs: auto: where it says that it takes it and a trial confirms it; 0: never; 1: where it
     is not known to crash; probe: where a trial confirms it, whatever it says; or just for the operations listed."""

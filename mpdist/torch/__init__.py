@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpdist.torch.environment import setup_env
     from mpdist.torch.hooks import bf16_compress
     from mpdist.torch.metrics import Metrics
+    from mpdist.torch.mpi_name import as_mpi
     from mpdist.torch.store import MpiStore
     from mpdist.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
@@ -30,6 +31,7 @@ _HOMES = {
     "mpdist.torch.clip": ("clip_grad_norm",),
     "mpdist.torch.data_parallel": ("DistributedDataParallel",),
     "mpdist.torch.metrics": ("Metrics",),
+    "mpdist.torch.mpi_name": ("as_mpi",),
     "mpdist.torch.environment": ("setup_env",),
     "mpdist.torch.hooks": ("bf16_compress",),
     "mpdist.torch.store": ("MpiStore",),
@@ -42,6 +44,7 @@ __all__ = [
     "Metrics",
     "MpiStore",
     "SyncBatchNorm",
+    "as_mpi",
     "bf16_compress",
     "check",
     "clip_grad_norm",

@@ -1,4 +1,4 @@
-"""Registration: torch learns the name "mpdist", and nothing else happens yet.
+"""Registration: torch learns the name "mpdist", and what "mpi" means with it, and nothing else happens yet.
 
 Three ways lead here: `import mpdist.torch`; the entry point `torch.backends`, which torch calls at the end of
 `import torch`; and the entry point `torch.distributed.backends`, which newer versions call when the name is first
@@ -13,11 +13,13 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpdist.config import Config
+from mpdist.torch.mpi_name import NAME, as_mpi, take_mpi
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-NAME = "mpdist"
 SCHEME = "mpi"
 DEVICES = ["cpu"]
 """Types of devices whose tensors are communicated; "cuda" is one of them where this torch is built for it."""
@@ -29,8 +31,8 @@ def autoload() -> None:
         register()
     except Exception as error:
         warnings.warn(
-            f"mpdist: the backend could not be registered with torch.distributed: {type(error).__name__}: {error}; "
-            "`import mpdist.torch` tries again",
+            f"mpdist: the backend could not be registered with torch.distributed as it was to be: "
+            f"{type(error).__name__}: {error}; `import mpdist.torch` tries again",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -38,17 +40,27 @@ def autoload() -> None:
 
 def register() -> None:
     """Register the backend "mpdist" and the rendezvous mpi://; may be called again."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    if NAME.upper() not in dist.Backend._plugins:
+        _register()
+    if Config.read().as_mpi:
+        as_mpi()
+
+
+def _register() -> None:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
-        return
     if torch.version.cuda is not None and "cuda" not in DEVICES:
         DEVICES.append("cuda")
     dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=list(DEVICES))
     _register_rendezvous()
     _let_groups_end()
     _let_barrier_be_monitored()
+    take_mpi()
 
 
 def create_group(options: Any, backend_options: object = None) -> ProcessGroup:

@@ -1,8 +1,8 @@
 """Rendezvous: how the ranks of a job find each other. MPI knows already.
 
 * mpi:// has rank and size from MPI, and the store over MPI.
-* env:// is the same for "mpdist", checked against RANK and WORLD_SIZE where they are set; for other backends it is
-  torch's own, with the variables that an MPI launcher does not set filled in.
+* env:// is the same for "mpdist" and for "mpi" where that means it, checked against RANK and WORLD_SIZE where they are
+  set; for other backends it is torch's own, with the variables that an MPI launcher does not set filled in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import mpdist
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.environment import VARIABLES, setup_env
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.registration import NAME
+from mpdist.torch.mpi_name import NAME, meant_by
 from mpdist.torch.store import DEFAULT_TIMEOUT, MpiStore
 from mpdist.transport.facts import launched_as
 
@@ -43,9 +43,7 @@ def by_environment(url: str, stock: Callable[..., Found], **options: Any) -> Fou
     """init_method="env://", which is torch's default."""
     if _backend_of_caller() == NAME:
         setup_env()
-        world = mpdist.init()
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        _check(world.rank, world.size, rank, size, "RANK and WORLD_SIZE in the environment say")
+        _check_environment()
         yield from over_mpi(url, **options)
         return
     if launched_as(os.environ) is not None and not all(name in os.environ for name in VARIABLES):
@@ -53,16 +51,30 @@ def by_environment(url: str, stock: Callable[..., Found], **options: Any) -> Fou
     yield from stock(url, **options)
 
 
+def as_torch_built_with_mpi(**options: Any) -> Found:
+    """For init_process_group("mpi"): rank and size are MPI's, whatever else is in the environment."""
+    setup_env()
+    if mpdist.init().size == 1:  # torchrun, say: each process would train alone, without a word
+        _check_environment()
+    yield from over_mpi("mpi://", **options)
+
+
+def _check_environment() -> None:
+    world = mpdist.init()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _check(world.rank, world.size, rank, size, "RANK and WORLD_SIZE in the environment say")
+
+
 def _check(rank: int, size: int, given_rank: int, given_size: int, who: str) -> None:
     if given_rank not in (-1, rank) or given_size not in (-1, size):
         raise WrongCall(
             f"{who} rank {given_rank} of {given_size}, but MPI has started this process as rank {rank} of {size}: both "
             "must agree. Start the script by `mpirun -n N` or `mpdist run -n N`, and leave rank, world_size, RANK and "
-            "WORLD_SIZE to it"
+            "WORLD_SIZE to it; before a library that sets them by itself call mpdist.torch.setup_env()"
         )
 
 
 def _backend_of_caller() -> str:
     """The backend that init_process_group was called with, which torch does not tell its handlers."""
-    names = str(variable_of_caller("init_process_group", "backend") or "").lower()
+    names = meant_by(str(variable_of_caller("init_process_group", "backend") or "").lower())
     return NAME if NAME in names else names

@@ -192,9 +192,10 @@ def test_without_a_timeout_the_variable_holds(tmp_path: Path, monkeypatch: pytes
     assert done.stdout.splitlines() == ["True", "[1.5, 7.0]"], done.stderr
 
 
-def test_torchrun_is_told_to_be_mpirun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mpdist", "mpi", "cpu:mpi"])
+def test_torchrun_is_told_to_be_mpirun(tmp_path: Path, name: str) -> None:
     script = tmp_path / "program.py"
-    script.write_text("import torch.distributed as dist, mpdist.torch\ndist.init_process_group('mpdist')\n")
+    script.write_text(f"import torch.distributed as dist, mpdist.torch\ndist.init_process_group({name!r})\n")
     done = subprocess.run(
         [sys.executable, str(script)],
         env={
@@ -257,6 +258,64 @@ def test_installed_no_import_is_needed(tmp_path: Path) -> None:
     done = run(2, "-c", f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); runpy.run_path({str(script)!r})")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() in (["mpdist"] * 2, ["mpdistmpdist"])  # two ranks may write at once
+
+
+def test_a_torch_with_mpi_of_its_own_keeps_the_name() -> None:
+    program = """
+        import os
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        from torch.distributed import distributed_c10d
+        distributed_c10d._MPI_AVAILABLE = True
+        stock = distributed_c10d._new_process_group_helper
+        import mpdist.torch
+        assert distributed_c10d._new_process_group_helper is stock
+        assert mpdist.torch.mpi_name.meant_by("cpu:mpi") == "cpu:mpi"
+        try:
+            mpdist.torch.as_mpi()
+        except mpdist.UsageError as error:
+            print(error)
+    """
+    done = run(1, "-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr
+    assert "which is built with MPI" in done.stdout
+    assert 'Use the name "mpdist"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "call", "printed"),
+    [("0", "None", "False"), ("1", "None", "True"), ("0", "mpdist.torch.as_mpi(); mpdist.torch.as_mpi()", "True")],
+)
+def test_mpi_is_told_to_be_available_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch, value: str, call: str, printed: str
+) -> None:
+    monkeypatch.setenv("MPDIST_AS_MPI", value)
+    program = (
+        f"import sys, mpdist.torch; {call}; import torch.distributed as d; print(d.is_mpi_available(), *sys.modules)"
+    )
+    done = run(1, "-c", program)
+    said, *modules = done.stdout.split()
+    assert said == printed, done.stderr
+    assert "mpi4py.MPI" not in modules
+
+
+def test_what_a_library_has_put_into_the_environment_does_not_count_for_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="15000")
+        import mpdist.torch, torch, torch.distributed as dist
+        dist.init_process_group(sys.argv[1])
+        ranks = torch.tensor(dist.get_rank())
+        dist.all_reduce(ranks)
+        assert ranks.item() == 1
+        """)
+    )
+    done = run(2, str(script), "mpi")
+    assert done.returncode == 0, done.stderr
+    done = run(2, str(script), "mpdist")
+    assert "say rank 0 of 1, but MPI has started this process as rank 1 of 2" in done.stderr
+    assert "mpdist.torch.setup_env()" in done.stderr
 
 
 def test_a_broken_entry_point_only_warns() -> None:
