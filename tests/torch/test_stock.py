@@ -281,11 +281,11 @@ def test_pipeline(group: dist.ProcessGroup) -> None:
 
     torch.manual_seed(5)
     layers = [nn.Linear(6, 6) for _ in range(group.size())]
-    x, target = batch(0, 0, 4), torch.zeros(4, 6)
+    x, target = batch(0, 0, 8), torch.zeros(8, 6)
     shapes = shapes_of(PipelineStage, x[:2])
     place = (group.rank(), group.size(), torch.device("cpu"))
     stage = PipelineStage(layers[group.rank()], *place, **shapes, group=group)
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, target: (out - target).pow(2).sum())
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).pow(2).sum())
     if group.rank() == 0:
         schedule.step(x)
     else:
@@ -296,7 +296,7 @@ def test_pipeline(group: dist.ProcessGroup) -> None:
     out = x
     for each in alone:
         out = each(out)
-    (out.pow(2).sum() / (2 if scales_gradients else 1)).backward()
+    (out.pow(2).sum() / (4 if scales_gradients else 1)).backward()
     torch.testing.assert_close(layers[group.rank()].weight.grad, alone[group.rank()].weight.grad)
 
 
