@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch_support.older import has_events_of_two_threads
 
 import mpdist.torch.futures as futures_of_backwards
 
@@ -219,4 +220,5 @@ def test_a_profiler_waits_for_no_event_for_ever(group: dist.ProcessGroup) -> Non
             dist.all_reduce(torch.ones(100), async_op=True).get_future().then(lambda f: 1).wait()
             dist.broadcast(torch.ones(2), 0)
     counts = {each.key: each.count for each in profiled.key_averages() if each.key.startswith("mpdist:")}
-    assert counts == {"mpdist:all_reduce": 150, "mpdist:broadcast": 150}
+    shown = {"mpdist:all_reduce": 150, "mpdist:broadcast": 150}
+    assert counts == (shown if has_events_of_two_threads() else {})
