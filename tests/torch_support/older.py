@@ -27,6 +27,7 @@ __all__ = [
     "distribute_tensor",
     "fully_shard",
     "has_events_of_two_threads",
+    "hears_of_invariants",
     "keeps_order",
     "loads_in_a_part",
     "scales_gradients",
@@ -39,6 +40,9 @@ keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 scales_gradients = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
 """Whether a pipeline divides gradients by the number of microbatches."""
+
+hears_of_invariants = not torch.__version__.startswith("2.12.")
+"""Whether a sparse tensor made with check_invariants=False comes without the warning that nothing was said."""
 
 shards_on_cpu = torch.__version__ >= "2.7" or not torch.version.cuda
 """Whether FSDP2 needs no GPU where torch is built for CUDA."""
