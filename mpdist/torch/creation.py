@@ -14,9 +14,9 @@ from mpdist.config import Config
 from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.errors import WrongCall, translated
-from mpdist.torch.mpi_name import NAME
 from mpdist.torch.process_group import ProcessGroup
 from mpdist.torch.progress import Progress
+from mpdist.torch.registration import NAME
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:

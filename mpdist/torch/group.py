@@ -20,10 +20,9 @@ from mpdist.torch.burial import bury
 from mpdist.torch.device_work import CompleteThere, DeviceWork
 from mpdist.torch.errors import translated
 from mpdist.torch.halves import WORKS_KEPT_BY_GROUP, held, is_small
-from mpdist.torch.mpi_name import NAME
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
-from mpdist.torch.registration import DEVICES
+from mpdist.torch.registration import DEVICES, NAME
 from mpdist.torch.work import DONE, Complete, Waiter, Work
 
 if TYPE_CHECKING:

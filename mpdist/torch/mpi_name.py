@@ -13,12 +13,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
+from mpdist.torch.registration import NAME
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MPI = "mpi"
-NAME = "mpdist"
 
 _taken = False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpdist.torch.mpi_name import NAME
+from mpdist.torch.registration import NAME
 
 if TYPE_CHECKING:
     from mpdist.torch.progress import Progress

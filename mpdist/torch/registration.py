@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpdist.config import Config
-from mpdist.torch.mpi_name import NAME, as_mpi, take_mpi
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+NAME = "mpdist"
 SCHEME = "mpi"
 DEVICES = ["cpu"]
 """Types of devices whose tensors are communicated; "cuda" is one of them where this torch is built for it."""
@@ -31,7 +31,7 @@ def autoload() -> None:
         register()
     except Exception as error:
         warnings.warn(
-            f"mpdist: the backend could not be registered with torch.distributed as it was to be: "
+            f"mpdist: the backend could not be registered with torch.distributed, or not as set: "
             f"{type(error).__name__}: {error}; `import mpdist.torch` tries again",
             RuntimeWarning,
             stacklevel=2,
@@ -47,12 +47,16 @@ def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:
         _register()
     if Config.read().as_mpi:
+        from mpdist.torch.mpi_name import as_mpi
+
         as_mpi()
 
 
 def _register() -> None:
     import torch
     import torch.distributed as dist
+
+    from mpdist.torch.mpi_name import take_mpi
 
     if torch.version.cuda is not None and "cuda" not in DEVICES:
         DEVICES.append("cuda")

@@ -18,7 +18,8 @@ import mpdist
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.environment import VARIABLES, setup_env
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.mpi_name import NAME, meant_by
+from mpdist.torch.mpi_name import meant_by
+from mpdist.torch.registration import NAME
 from mpdist.torch.store import DEFAULT_TIMEOUT, MpiStore
 from mpdist.transport.facts import launched_as
 
