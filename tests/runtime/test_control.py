@@ -258,9 +258,9 @@ async def test_a_long_wait_is_reported_once_by_the_lowest_rank_that_waits(
     comm: mpdist.Communicator, world: mpdist.Communicator, start: Start, capfd: pytest.CaptureFixture[str], late: int
 ) -> None:
     await world.barrier()  # those that wait begin at nearly the same time: within a tenth of what is reported
-    start(report_after=1.2)
+    start(report_after=2.5)
     if comm.rank == late:
-        await asyncio.sleep(3)
+        await asyncio.sleep(4)
     await comm.barrier()
     text = capfd.readouterr().err
     lowest = 1 if late == 0 else 0
@@ -269,7 +269,7 @@ async def test_a_long_wait_is_reported_once_by_the_lowest_rank_that_waits(
         assert re.search(r"barrier #1 on '.*' \(rank \d of \d\) \(.*test_control.py:\d+\), for \d\.\d+ s\n", text)
         assert f"arrived: ranks {lowest}-{lowest + 1}" in text
         assert f"not arrived: rank {late}: no collective yet, now at " in text
-        assert "asyncio.sleep(3)" in text
+        assert "asyncio.sleep(4)" in text
 
 
 async def test_a_report_costs_few_letters(
