@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms import native, uneven
 from mpdist.algorithms.reduction import Reduction
-from mpdist.algorithms.shared.small import SmallAllReduce
+from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
+from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
@@ -51,33 +52,30 @@ class Reductions(Arrays):
                 target = host_buffer(x, writable=True)
                 how = self._reduction(op, target)
                 if isinstance(how, Reduction):
-                    channel = self._channel
-                    nbytes = target.nbytes
+                    channel, nbytes = self._channel, target.nbytes
                     words = (reduction_text, nbytes, how)
-                    if nbytes < self._large_from["all_reduce"]:
-                        if how.is_direct:
-                            call = channel.transport.iall_reduce
-                            return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
-                        is_large = how.is_compared and nbytes >= self._large_from[COMPARED]
-                    else:
-                        is_large = True
-                    if is_large:
+                    is_direct = how.is_direct
+                    if (not is_direct or nbytes >= self._large_from["all_reduce"]) and self._is_large(how, nbytes):
                         team = channel.team
-                        if SmallAllReduce.fits(team, target, how):
+                        plan = SmallPlan.of(team, how, nbytes) if isinstance(team, Team) else None
+                        if plan is not None:
                             return channel.post_direct(
                                 "all_reduce",
                                 words,
                                 x,
                                 SmallAllReduce,
                                 team,
+                                plan,
                                 target,
                                 target,
-                                how.folder,
                                 caller=2,
                                 is_native=False,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
                         return channel.post("all_reduce", program, details, channel, None, target, how)
+                    if is_direct:
+                        call = channel.transport.iall_reduce
+                        return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
         except OnDevice:
             pass  # as all that is more than one call
         except UsageError as error:
@@ -100,8 +98,7 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            size = COMPARED if how.is_compared else "all_reduce"
-            is_large = target.nbytes >= self._large_from[size]
+            is_large = self._is_large(how, target.nbytes)
             return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
@@ -189,6 +186,10 @@ class Reductions(Arrays):
             counts,
             how,
         )
+
+    def _is_large(self, how: Reduction, nbytes: int) -> bool:
+        """Whether an all_reduce of so many bytes takes another algorithm than MPI's; the same on all ranks."""
+        return nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]
 
     def _post_reduction(
         self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any

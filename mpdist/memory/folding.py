@@ -33,18 +33,19 @@ class Folder:
     Attributes:
         terms: how many ranks' inputs the result stands for, which avg divides by; None: a partial result.
         factors: what premul_sum multiplies each source by; None: by nothing.
+        pair: NumPy's function that alone folds two sources into one destination; None where it takes more.
     """
 
     __slots__ = (
         "_divides",
         "_half",
         "_is_odd_alone",
-        "_is_plain",
         "_limit",
         "_ufunc",
         "element",
         "factors",
         "op",
+        "pair",
         "terms",
     )
 
@@ -63,7 +64,8 @@ class Folder:
             self._half = HalfFolding(self._ufunc, element, terms if self._divides else None, self.factors)
         self._is_odd_alone = element.kind == "complex" and self._ufunc is np.multiply
         is_scaled = self.factors is not None or self._divides
-        self._is_plain = not (self._half is not None or is_scaled or self._is_odd_alone)
+        is_plain = not (self._half is not None or is_scaled or self._is_odd_alone)
+        self.pair: Any = self._ufunc if is_plain else None
 
     def _factor(self, factor: Factor) -> Any:
         with np.errstate(all="ignore"):
@@ -90,8 +92,8 @@ class Folder:
         if self._ufunc is None:
             self._by_user(sources, outs)
             return
-        if self._is_plain and len(sources) == 2 and len(outs) == 1:
-            QUIET.call(self._ufunc, sources[0], sources[1], out=outs[0])
+        if self.pair is not None and len(sources) == 2 and len(outs) == 1:
+            QUIET.call(self.pair, sources[0], sources[1], out=outs[0])
             return
         if self._is_odd_alone and len(outs[0]) == 1:
             self._fold_one(sources, outs)

@@ -24,7 +24,7 @@ class Line:
 
 def team_of(line: Line, monkeypatch: pytest.MonkeyPatch) -> Any:
     team = Team.__new__(Team)
-    team._fence, team._others = None, [line]  # type: ignore[list-item]  # reads like one
+    team.fence, team.others = None, [line]  # type: ignore[list-item]  # reads like one
     team.shared = SimpleNamespace(fence=None)  # type: ignore[assignment]  # all that is asked for
     monkeypatch.setattr(Team, "_deserted", lambda team: CommRevoked("in vain"))
     return team
@@ -36,7 +36,7 @@ def test_a_member_that_has_come_and_then_given_up_has_come(reads: int, monkeypat
         line = Line({STAGED: 6, GIVEN_UP: 0}, {STAGED: 7, GIVEN_UP: 1}, reads)
         team = team_of(line, monkeypatch)
         seen = [
-            Reached(team, team._others, STAGED, 7).Test() if is_request else team.have_come(STAGED, 7) for _ in range(3)
+            Reached(team, team.others, STAGED, 7).Test() if is_request else team.have_come(STAGED, 7) for _ in range(3)
         ]
         assert seen[-1]
 
@@ -44,6 +44,6 @@ def test_a_member_that_has_come_and_then_given_up_has_come(reads: int, monkeypat
 def test_a_member_that_gives_up_before_it_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     team = team_of(Line({STAGED: 6, GIVEN_UP: 0}, {STAGED: 6, GIVEN_UP: 1}, 2), monkeypatch)
     assert not team.have_come(STAGED, 7)
-    for look in (Reached(team, team._others, STAGED, 7).Test, lambda: team.have_come(STAGED, 7)):
+    for look in (Reached(team, team.others, STAGED, 7).Test, lambda: team.have_come(STAGED, 7)):
         with pytest.raises(CommRevoked):
             look()

@@ -19,18 +19,18 @@ OPERATIONS = (
 )
 
 _ROUND_BITS, _OPERATION_BITS = 16, 4
-_ROUND_MASK = (1 << _ROUND_BITS) - 1
+ROUND_MASK = (1 << _ROUND_BITS) - 1
 _OPERATION_MASK = (1 << _OPERATION_BITS) - 1
 
 
 def call_word(op: str, nbytes: int, number: int) -> int:
     """A call as a word; `number`: of its first round."""
-    return (nbytes << _OPERATION_BITS | OPERATIONS.index(op)) << _ROUND_BITS | number & _ROUND_MASK
+    return (nbytes << _OPERATION_BITS | OPERATIONS.index(op)) << _ROUND_BITS | number & ROUND_MASK
 
 
 def are_in_step(calls: Collection[int]) -> bool:
     """Whether they begin with the same round."""
-    return len({call & _ROUND_MASK for call in calls}) == 1
+    return len({call & ROUND_MASK for call in calls}) == 1
 
 
 def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | None:
@@ -47,7 +47,7 @@ def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | Non
         text = f"collectives on {where} differ between ranks ({listed(ops)}); all must call the same ones in one order"
         return CollectiveMismatch(text, ops)
     sizes = {
-        rank: "another operation, or fewer" if (call ^ mine) & _ROUND_MASK else str(_nbytes(call))
+        rank: "another operation, or fewer" if (call ^ mine) & ROUND_MASK else str(_nbytes(call))
         for rank, call in calls.items()
     }
     return SizeMismatch(

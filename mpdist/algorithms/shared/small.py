@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
-
-from mpdist.algorithms.shared.calls import call_word
-from mpdist.algorithms.shared.team import CONSUMED, REDUCED, SMALL_AT, STAGED, Team
+from mpdist.algorithms.shared.calls import ROUND_MASK, call_word
+from mpdist.algorithms.shared.team import CONSUMED, GIVEN_UP, REDUCED, SMALL_AT, STAGED, Team
 from mpdist.errors import MpdistError
+from mpdist.memory.quiet import QUIET
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
-    from mpdist.memory import Buffer, Folder
+    from mpdist.memory import Buffer
+    from mpdist.memory.elements import Array
 
 # Up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
 SMALL_BYTES = 512 * 1024
@@ -25,39 +25,83 @@ SMALL_BYTES = 512 * 1024
 # Less than this begins where its slot does.
 SPREAD_BYTES = 16 * 1024
 
+# So many plans a team keeps; making one takes some 10 us.
+KNOWN_PLANS = 256
+
+
+class SmallPlan:
+    """What all small all_reduces of one op, element type and size have in common on a team; made for the first."""
+
+    __slots__ = ("_folder", "_pair", "call", "is_spread", "own", "slots", "sources")
+
+    def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
+        self._folder = how.folder
+        self._pair = how.folder.pair if team.size == 2 else None
+        self.call = call_word("all_reduce", nbytes, 0)
+        self.is_spread = nbytes >= SPREAD_BYTES
+        self.slots = team.slots(how.element)
+        count = nbytes // how.element.itemsize
+        self.sources = [[slot[:count] for slot in side] for side in self.slots.inputs]
+        self.own = [side[team.rank] for side in self.sources]
+
+    @classmethod
+    def of(cls, team: Team, how: Reduction, nbytes: int) -> SmallPlan | None:
+        """That of the team; None where an all_reduce of its members is done in another way."""
+        plan = team.plans.get((how, nbytes))
+        if plan is None and nbytes * team.size <= SMALL_BYTES and how.op.factor is None:
+            if len(team.plans) == KNOWN_PLANS:
+                team.plans.clear()
+            team.plans[how, nbytes] = plan = cls(team, how, nbytes)
+        return plan
+
+    def fold(self, side: int, out: Array) -> None:
+        """Reduce what all have shown in an even or an odd round."""
+        sources = self.sources[side]
+        if self.is_spread:
+            sources = [self.slots.shown(side, member)[: out.size] for member in range(len(sources))]
+        if self._pair is not None:
+            QUIET.call(self._pair, sources[0], sources[1], out=out)
+        else:
+            self._folder.fold(sources, (out,))
+
 
 class SmallAllReduce:
-    """One such all_reduce; complete when `Test` has seen all slots and reduced them."""
+    """One such all_reduce; complete when `Test` has seen all slots and reduced them.
 
-    __slots__ = ("_call", "_call_at", "_folder", "_number", "_out", "_slots", "_team", "_why", "_x")
+    Whoever posts it wakes the other members.
+    """
 
-    def __init__(self, team: Team, x: Buffer, out: Buffer, folder: Folder) -> None:
+    _why: MpdistError | None = None
+
+    def __init__(self, team: Team, plan: SmallPlan, x: Buffer, out: Buffer) -> None:
+        self._plan = plan
+        self._held = x, out
+        self._x = array = x.bare_array()
+        self._out = array if out is x else out.bare_array()
         self._team: Team | None = team
-        self._why: MpdistError | None = None
-        self._folder = folder
-        self._x = x.array()
-        self._out = self._x if out is x else out.array()
         team.rounds = self._number = number = team.rounds + 1
-        self._slots = team.slots(x.element)
-        self._call = call_word("all_reduce", x.nbytes, number)
-        self._call_at = SMALL_AT + (number & 1)
-        team.small.append(self)
-        if len(team.small) == 1 and team.are_at(CONSUMED, number - 2):
+        self._side = number & 1
+        self._call = plan.call | number & ROUND_MASK
+        small = team.small
+        small.append(self)
+        if len(small) == 1:
+            for line in team.others:
+                if line[CONSUMED] < number - 2:
+                    return
             self._stage(team)
 
-    @staticmethod
-    def fits(team: object, x: Buffer, how: Reduction) -> bool:
-        """Whether an all_reduce of the members of a team is done this way."""
-        return isinstance(team, Team) and x.nbytes * team.size <= SMALL_BYTES and how.op.factor is None
-
     def _stage(self, team: Team) -> None:
-        side, x = self._number & 1, self._x
-        if x.nbytes < SPREAD_BYTES:
-            np.copyto(self._slots.inputs[side][team.rank][: x.size], x)
+        plan, side, mine = self._plan, self._side, team.mine
+        if team.fence is not None:
+            team.fence()
+        if plan.is_spread:
+            plan.slots.show(side, self._x.nbytes, (0, self._x))
         else:
-            self._slots.show(side, x.nbytes, (0, x))
-        team.note(self._call_at, self._call)
-        team.tell(STAGED, self._number)
+            plan.own[side][...] = self._x
+        mine[SMALL_AT + side] = self._call
+        if team.fence is not None:
+            team.fence()
+        mine[STAGED] = self._number
 
     def Test(self) -> bool:
         team = self._team
@@ -65,26 +109,34 @@ class SmallAllReduce:
             if self._why is not None:
                 raise self._why
             return True
-        number = self._number
-        while (first := team.small[0]) is not self:  # whose rounds come before this one
+        number, call, call_at = self._number, self._call, SMALL_AT + self._side
+        if (team.small[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
+            return False
+        for line in team.others:
+            if line[STAGED] < number:
+                if line[GIVEN_UP]:
+                    team.check_there(line, STAGED, number)
+                return False
+        if team.fence is not None:
+            team.fence()
+        for line in team.others:
+            if line[call_at] != call:
+                self._fail(team)
+        # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
+        self._plan.fold(self._side, self._out)
+        self._end(team)
+        return True
+
+    def _has_begun(self, team: Team) -> bool:
+        """Whether those whose rounds come before this one are over, and it has shown its own."""
+        while (first := team.small[0]) is not self:
             if not first.is_over():
                 return False
-        if team.staged < number:
-            if not team.have_come(CONSUMED, number - 2):
+        if team.mine[STAGED] < self._number:
+            if not team.have_come(CONSUMED, self._number - 2):
                 return False
             self._stage(team)
-        if not team.have_come(STAGED, number):
-            return False
-        if not team.agree(self._call_at, self._call):
-            self._fail(team)
-        # Its own slot, too, not x, which `out` may be: a signal handler that raises in here has it done again.
-        side, count = number & 1, self._x.size
-        if self._x.nbytes < SPREAD_BYTES:
-            sources = [slot[:count] for slot in self._slots.inputs[side]]
-        else:
-            sources = [self._slots.shown(side, member)[:count] for member in range(team.size)]
-        self._folder.fold(sources, (self._out,))
-        self._end(team)
+            team.ring()
         return True
 
     def is_over(self) -> bool:
@@ -99,14 +151,22 @@ class SmallAllReduce:
     def _end(self, team: Team) -> None:
         team.small.popleft()
         self._team = None
-        team.note(REDUCED, self._number)
-        team.tell(CONSUMED, self._number)
+        mine = team.mine
+        if team.fence is not None:
+            team.fence()
+        mine[REDUCED] = mine[CONSUMED] = self._number
+        flags = team.sleeping
+        for peer in team.peers:
+            if flags[peer]:
+                team.ring()
+                break
 
     def _fail(self, team: Team) -> NoReturn:
         """Raise on all members alike; out of step it stays the first of those under way, which then all fail so."""
-        self._why = why = team.misfit(range(team.size), self._call_at)
+        call_at = SMALL_AT + self._side
+        self._why = why = team.misfit(range(team.size), call_at)
         assert why is not None
-        if team.are_in_step(self._call_at):
+        if team.are_in_step(call_at):
             self._end(team)
         else:
             team.give_up()

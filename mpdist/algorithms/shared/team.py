@@ -39,8 +39,9 @@ from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
     from mpdist.algorithms.shared.moving import Memory
-    from mpdist.algorithms.shared.small import SmallAllReduce
+    from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
     from mpdist.memory import Buffer, Element
     from mpdist.memory.elements import Array
     from mpdist.progress.channel import Channel
@@ -142,7 +143,12 @@ class Team:
         channel: the communicator's.
         round_bytes: what a member shows in one round at the most.
         last_but_one: the last round that all must have consumed before the next collective begins.
+        mine, others: the words of this member, and of each other one.
+        fence: what keeps the order of memory accesses; None where the processor does.
+        peers: the other members, by their ranks in the world.
+        sleeping: of each rank in the world, whether it is to be rung.
         small: collectives of a single step that are under way, in their order.
+        plans: of them, by what they do and on how many bytes.
         paces: of each operation, by which way a pair's private memory goes.
         shown: rounds that its members have shown within collectives so far.
     """
@@ -165,16 +171,17 @@ class Team:
         self._collectives = 0
         self.last_but_one = 0
         self._lines = [shared.words(*member, _WORDS) for member in members]
-        self._mine = self._lines[self.rank]
-        self._others = [line for line in self._lines if line is not self._mine]
-        self._peers = [member.world_rank for member in members if member is not members[self.rank]]
+        self.mine = self._lines[self.rank]
+        self.others = [line for line in self._lines if line is not self.mine]
+        self.peers = [member.world_rank for member in members if member is not members[self.rank]]
         self._memories: dict[tuple[int, int, int, int], Memory] = {}
         self._slots: dict[int, Slots] = {}
-        self._fence = shared.fence
+        self.fence = shared.fence
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
-        self._sleeping = channel.engine.doorbell.flags
+        self.sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
+        self.plans: dict[tuple[Reduction, int], SmallPlan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
 
@@ -187,11 +194,19 @@ class Team:
 
     def tell(self, word: int, to_round: int) -> None:
         """Say how far this member is, and wake those that sleep until then."""
-        if self._fence is not None:
-            self._fence()
-        self._mine[word] = to_round
-        flags = self._sleeping
-        for peer in self._peers:
+        self.put(word, to_round)
+        self.ring()
+
+    def put(self, word: int, to_round: int) -> None:
+        """Say so; the caller wakes whoever waits."""
+        if self.fence is not None:
+            self.fence()
+        self.mine[word] = to_round
+
+    def ring(self) -> None:
+        """Wake the members that sleep."""
+        flags = self.sleeping
+        for peer in self.peers:
             if flags[peer]:
                 self._bell.ring(peer)
         if self._bell.has_rung:
@@ -199,36 +214,31 @@ class Team:
 
     def note(self, word: int, to_round: int) -> None:
         """Say so, where the next `tell` wakes whoever waits."""
-        self._mine[word] = to_round
+        self.mine[word] = to_round
 
     def are_at(self, word: int, to_round: int) -> bool:
         """Whether all others are so far."""
-        for line in self._others:
+        for line in self.others:
             if line[word] < to_round:
                 return False
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         return True
-
-    @property
-    def staged(self) -> int:
-        """The last round that this member has shown."""
-        return self._mine[STAGED]
 
     def have_come(self, word: int, to_round: int) -> bool:
         """As `are_at`, for who waits: raises where a member has given up instead."""
-        for line in self._others:
+        for line in self.others:
             if line[word] < to_round:
                 if line[GIVEN_UP]:
                     self.check_there(line, word, to_round)
                 return False
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         return True
 
     def all_at(self, word: int, to_round: int) -> Reached:
         """All others are so far."""
-        return Reached(self, self._others, word, to_round)
+        return Reached(self, self.others, word, to_round)
 
     def one_at(self, member: int, word: int, to_round: int) -> Reached:
         """One member is so far."""
@@ -259,9 +269,9 @@ class Team:
         self.last_but_one = before
         self._collectives += 1
         at = self._facts_at()
-        self._mine[self._call_at()] = call_word(op, nbytes, before + 1)
+        self.mine[self._call_at()] = call_word(op, nbytes, before + 1)
         for fact in facts:
-            self._mine[at] = fact
+            self.mine[at] = fact
             at += 1
         return before
 
@@ -280,7 +290,7 @@ class Team:
 
     def agree(self, at: int, call: int) -> bool:
         """Whether all others tell of this call in a word."""
-        for line in self._others:  # noqa: SIM110  # all() of a generator takes four times as long
+        for line in self.others:  # noqa: SIM110  # all() of a generator takes four times as long
             if line[at] != call:
                 return False
         return True
@@ -294,10 +304,10 @@ class Team:
             at: the word of the call; missing: that of the last collective that has begun.
         """
         at = self._call_at() if at is None else at
-        if self.agree(at, self._mine[at]):
+        if self.agree(at, self.mine[at]):
             return None
         calls = {self._rank_of(member): self._lines[member][at] for member in members}
-        return misfit(self.channel.where(), calls, self._mine[at])
+        return misfit(self.channel.where(), calls, self.mine[at])
 
     def are_in_step(self, at: int | None = None) -> bool:
         """Whether all members tell of the same round; then they can fail together and go on."""
@@ -322,8 +332,8 @@ class Team:
 
     def check_there(self, line: memoryview, word: int, to_round: int) -> None:
         """Raise if a member that has given up is not so far, and so never will be."""
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         if line[word] < to_round:  # still: it may have come since it was looked at, and given up after that
             raise self._deserted()
 
@@ -332,7 +342,7 @@ class Team:
         gone = [str(self._rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
         self.give_up()
         at = self._call_at()
-        come = [member for member, line in enumerate(self._lines) if are_in_step([line[at], self._mine[at]])]
+        come = [member for member, line in enumerate(self._lines) if are_in_step([line[at], self.mine[at]])]
         return self.misfit(come) or CommRevoked(
             f"a collective on {self.channel.where()} waits in vain: rank {', '.join(gone)} gave the communicator up, "
             "because the ranks' calls did not go together"
