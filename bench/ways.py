@@ -1,6 +1,6 @@
 """Ways: reductions of two ranks' private arrays by either way, by the one that is chosen, and by mpi4py.
 
-    python bench/ways.py [--places] [--rounds 15] [--ops OP,...] [--json FILE]
+    python bench/ways.py [--places | --crowd] [--rounds 15] [--ops OP,...] [--json FILE]
 
 starts itself on 2 ranks with the environment's MPI. The same array again and again,
 so it is in the caches where they hold it. Sizes are those of x. Medians in
@@ -9,6 +9,9 @@ two ways; bench/caches.py shows why now the one and now the other is faster.
 
 With --places: smaller arrays through slots, always where a slot begins, by turns in
 many places, and where it is chosen (mpdist/algorithms/shared/spread.py).
+
+With --crowd: all_reduce of 4 ranks, through shared memory, by MPI's own call as mpdist makes it, and as it is
+chosen; to be run where there are fewer cores.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import is_rank, launch, mpi_name  # beside this script
 
 import mpdist
+from mpdist.algorithms.choose import Algorithm, Thresholds
 from mpdist.algorithms.shared.spread import Spread
 
 KIB = 1024
 SIZES = (512 * KIB, 1024 * KIB, 2048 * KIB, 4096 * KIB, 8192 * KIB, 16384 * KIB, 65536 * KIB)
 SMALL_SIZES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB)
+CROWD, CROWD_SIZES = 4, tuple(KIB << power for power in range(4, 15))
 # So many bytes by one way before the next, and at least so many calls: each is to find its own memory in the caches.
 ROW_BYTES = 64 * 1024 * KIB
 LEAST_CALLS, MOST_CALLS = 3, 400
@@ -64,6 +69,15 @@ async def forced(world: mpdist.Communicator, through_slots: bool) -> mpdist.Comm
     paces: Any = comm._channel.team.paces  # type: ignore[union-attr]  # made by the first call
     for op in OPERATIONS:
         paces[op].is_through_slots = lambda nbytes: through_slots
+    return comm
+
+
+async def taking(world: mpdist.Communicator, algorithm: Algorithm) -> mpdist.Communicator:
+    """A duplicate whose collectives take this algorithm."""
+    engine = world._channel.engine
+    before, engine.thresholds = engine.thresholds, Thresholds(forced=algorithm)
+    comm = await world.dup()
+    engine.thresholds = before
     return comm
 
 
@@ -100,7 +114,14 @@ def arrays_of(count: int) -> Arrays:
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
-    if options.places:
+    sizes = SMALL_SIZES if options.places else CROWD_SIZES if options.crowd else SIZES
+    if options.crowd:
+        comms = {
+            "shared memory": await taking(world, Algorithm.SHARED),
+            "MPI's, awaited": await taking(world, Algorithm.NATIVE),
+            "chosen": world,
+        }
+    elif options.places:
         comms = {
             "one place": await placed(world, OnePlace),
             "many": await placed(world, ManyPlaces),
@@ -110,7 +131,7 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
         comms = {"straight": await forced(world, False), "slots": await forced(world, True), "chosen": world}
     lines = []
     for op in options.ops.split(","):
-        for nbytes in SMALL_SIZES if options.places else SIZES:
+        for nbytes in sizes:
             medians = await measured(comms, op, nbytes, options.rounds)
             line = {"case": f"{op} {nbytes // KIB} KiB", "mpi": mpi_name(), **medians}
             lines.append(line | {"ratio": round(medians["chosen"] / medians["mpi4py"], 2)})
@@ -149,11 +170,13 @@ async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--places", action="store_true")
+    parser.add_argument("--crowd", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--ops", default=",".join(OPERATIONS))
+    parser.add_argument("--ops", default="")
     parser.add_argument("--json", default="")
     parsed = parser.parse_args()
+    parsed.ops = parsed.ops or ("all_reduce" if parsed.crowd else ",".join(OPERATIONS))
     if is_rank():
         mpdist.run(main, parsed)
     else:
-        launch(__file__, 2)
+        launch(__file__, CROWD if parsed.crowd else 2)
