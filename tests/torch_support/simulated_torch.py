@@ -14,9 +14,10 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from comm.devices import forget
@@ -223,42 +224,106 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+@dataclass(frozen=True)
+class New:
+    """An output that is made."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> New:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=NAME)
+
+
+@dataclass(frozen=True)
+class Own:
+    """An output that is an argument: the tensor at this place among them."""
+
+    place: int
+
+
+class Plan(NamedTuple):
+    """What an operation gives, and which arguments get another size before."""
+
+    outputs: Any
+    resized: list[tuple[int, New]]
+
+
+# torch computes them in Python, which takes longer than all else; a training repeats the same few.
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+
+
 def _outputs(op: Any, args: Any, kwargs: Any) -> Any:
     """What the operation gives, not computed yet; None where that depends on values."""
-    metas: dict[int, Tensor] = {}
+    own: list[Tensor] = []
+    try:
+        key = op, torch.get_default_dtype(), _form((args, kwargs), own)
+    except RuntimeError:  # one has no strides
+        return None
+    if key not in _plans:
+        _plans[key] = _plan(op, args, kwargs, own)
+    plan = _plans[key]
+    if plan is None:
+        return None
+    for place, size in plan.resized:
+        _resize(own[place], size)
+
+    def made(x: Any) -> Any:
+        if isinstance(x, Own):
+            return own[x.place]
+        return x.make() if isinstance(x, New) else x
+
+    return tree_map(made, plan.outputs)
+
+
+def _form(x: Any, tensors: list[Tensor]) -> Any:
+    """All of the arguments that decides on sizes and types; collects the tensors."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return x.shape, x.stride(), x.dtype
+    if isinstance(x, dict):
+        return tuple((name, _form(value, tensors)) for name, value in x.items())
+    if isinstance(x, list | tuple):
+        return tuple(_form(each, tensors) for each in x)
+    return type(x), x
+
+
+def _plan(op: Any, args: Any, kwargs: Any, own: list[Tensor]) -> Plan | None:
+    """Found by torch itself, from tensors without values."""
+    metas: list[Tensor] = []
+    places: dict[int, int] = {}
 
     def meta(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        metas[id(made)] = x
-        kept.append(made)
+        metas.append(made)
+        places[id(made)] = next(place for place, tensor in enumerate(own) if tensor is x)
         return made
 
-    kept: list[Tensor] = []
     try:
         found = op(*tree_map(meta, args), **_without_device(tree_map(meta, kwargs), "meta"))
     except (NotImplementedError, RuntimeError):
         return None
-    for own in kept:
-        if own.shape != metas[id(own)].shape:
-            _resize(metas[id(own)], own)
 
-    def made(x: Any) -> Any:
+    def planned(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if id(x) in metas:
-            return metas[id(x)]
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NAME)
+        return Own(places[id(x)]) if id(x) in places else New.like(x)
 
-    return tree_map(made, found)
+    resized = [(places[id(each)], New.like(each)) for each in metas if each.shape != own[places[id(each)]].shape]
+    return Plan(tree_map(planned, found), resized)
 
 
-def _resize(tensor: Tensor, like: Tensor) -> None:
+def _resize(tensor: Tensor, size: New) -> None:
     """New memory for an output that had another size."""
-    new = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=NAME)
     set_storage = torch.ops.aten.set_.source_Storage_storage_offset
-    set_storage(tensor, new.untyped_storage(), 0, like.shape, like.stride())
+    set_storage(tensor, size.make().untyped_storage(), 0, size.shape, size.stride)
 
 
 def _queue(op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
