@@ -11,7 +11,7 @@ With --places: smaller arrays through slots, always where a slot begins, by turn
 many places, and where it is chosen (mpdist/algorithms/shared/spread.py).
 
 With --crowd: all_reduce of 4 ranks, through shared memory, by MPI's own call as mpdist makes it, and as it is
-chosen; to be run where there are fewer cores.
+chosen; to be run where there are fewer cores, several times: which is faster depends on the minute.
 """
 
 from __future__ import annotations

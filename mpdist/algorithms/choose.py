@@ -59,11 +59,6 @@ SHARED_FROM: dict[str, dict[str, int]] = {
         "all_to_all": BUSY_BYTES,
     },
 }
-# Where a node has more ranks than cores, each step for which all wait costs switches of processes. There an all_reduce
-# of more than two ranks is faster than MPI's call where it is one step in shared memory, and again from here on:
-# by MPI 4 ranks on 2 cores take 0.4 to 0.8 of the time from 256 KiB to 2 MiB, as long at 4 MiB. bench/ways.py --crowd.
-CROWDED_FROM = 4 * 1024 * KIB
-
 # Between nodes the link decides: each byte crosses it once instead of once for each rank. Between 2 hosts with 2 ranks
 # each MPI's own call takes a third to three quarters of the time at 64 KiB, and mostly more at 256 KiB.
 HIERARCHICAL_FROM: dict[str, int] = {
@@ -114,14 +109,12 @@ class Thresholds:
         forced: the only algorithm to be used where it exists; None: by size.
         is_given_devices: whether MPI may be given the memory of GPUs, by its own calls; then one rank on each node
             leaves everything to them.
-        is_crowded: whether the largest node has more ranks than cores, for which nothing was measured.
     """
 
     shared: Mapping[str, int] = field(default_factory=dict)
     hierarchical: Mapping[str, int] = field(default_factory=dict)
     forced: Algorithm | None = None
     is_given_devices: bool = False
-    is_crowded: bool = False
 
 
 def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algorithm:
@@ -168,7 +161,6 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
         {op: min(nbytes, BUSY_BYTES) for op, nbytes in {**known["shared"], **measured.get("shared", {})}.items()},
         {**known["hierarchical"], **measured.get("hierarchical", {})},
         None if forced == "auto" else Algorithm(forced),
-        is_crowded=ranks > cores and "all_reduce" not in measured.get("shared", {}),
     )
 
 

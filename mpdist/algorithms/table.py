@@ -8,9 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mpdist.algorithms import hierarchical, in_order, ordered
-from mpdist.algorithms.choose import CROWDED_FROM, OPERATIONS, Algorithm, Layout, Thresholds, starts
+from mpdist.algorithms.choose import OPERATIONS, Algorithm, Layout, Thresholds, starts
 from mpdist.algorithms.shared import programs as shared
-from mpdist.algorithms.shared.small import SMALL_BYTES
 
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
@@ -22,9 +21,6 @@ COMPARED = "compared"
 
 It takes shared memory from 0 bytes on: MPI is given integers, which costs more than its call.
 """
-
-FEW_STEPS, MANY_STEPS = "all_reduce of one step", "all_reduce of many steps"
-"""Up to and from how many bytes an all_reduce goes through shared memory: what lies between is MPI's own call."""
 
 _PROGRAMS: dict[Algorithm, ModuleType] = {Algorithm.SHARED: shared, Algorithm.HIERARCHICAL: hierarchical}
 
@@ -47,7 +43,4 @@ def large_algorithms(engine: Engine, ranks: Sequence[int]) -> tuple[ModuleType, 
     algorithm = next((start[1] for start in found.values() if start is not None), Algorithm.SHARED)
     sizes = {op: NEVER if start is None else start[0] for op, start in found.items()}
     is_shared = found["all_reduce"] is not None and algorithm is Algorithm.SHARED
-    sizes |= {COMPARED: 0 if is_shared else sizes["all_reduce"], FEW_STEPS: NEVER, MANY_STEPS: NEVER}
-    if is_shared and thresholds.is_crowded and thresholds.forced is None and layout.size > 2:
-        sizes |= {FEW_STEPS: SMALL_BYTES // layout.size, MANY_STEPS: CROWDED_FROM}
-    return _PROGRAMS[algorithm], sizes
+    return _PROGRAMS[algorithm], sizes | {COMPARED: 0 if is_shared else sizes["all_reduce"]}

@@ -14,7 +14,7 @@ from mpdist.algorithms import native, uneven
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
 from mpdist.algorithms.shared.team import Team
-from mpdist.algorithms.table import COMPARED, FEW_STEPS, MANY_STEPS
+from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
@@ -189,12 +189,7 @@ class Reductions(Arrays):
 
     def _is_large(self, how: Reduction, nbytes: int) -> bool:
         """Whether an all_reduce of so many bytes takes another algorithm than MPI's; the same on all ranks."""
-        sizes = self._large_from
-        if how.is_compared:
-            return nbytes >= sizes[COMPARED]
-        if nbytes < sizes["all_reduce"]:
-            return False
-        return nbytes <= sizes[FEW_STEPS] or nbytes >= sizes[MANY_STEPS] or not how.is_direct
+        return nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]
 
     def _post_reduction(
         self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any

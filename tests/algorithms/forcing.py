@@ -6,7 +6,6 @@ and where its ranks are from the Engine's nodes. Every rank replaces both alike.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,20 +26,17 @@ class Way:
         ranks_per_node: so many ranks are taken for a node; 0: as it is.
         has_reach: whether private memory of others is reached through the kernel, where it allows that; else slots.
         changes: a reduction of two members goes straight and through slots by turns, as if each were faster in turn.
-        is_crowded: as if the ranks were more than the cores.
     """
 
     forced: Algorithm | None
     ranks_per_node: int = 0
     has_reach: bool = True
     changes: bool = False
-    is_crowded: bool = False
 
     def __str__(self) -> str:
         name = "chosen" if self.forced is None else self.forced.value
         name += "" if self.has_reach else "-slots"
         name += "-changing" if self.changes else ""
-        name += "-crowded" if self.is_crowded else ""
         return f"{name}-{self.ranks_per_node}" if self.ranks_per_node else name
 
 
@@ -49,7 +45,6 @@ SHARED = Way(Algorithm.SHARED)
 SLOTS = Way(Algorithm.SHARED, has_reach=False)
 CHANGING = Way(Algorithm.SHARED, changes=True)
 CHOSEN = Way(None)
-CROWDED = Way(None, is_crowded=True)
 PAIRS = Way(Algorithm.HIERARCHICAL, 2)
 PAIRS_SLOTS = Way(Algorithm.HIERARCHICAL, 2, has_reach=False)
 TRIPLES = Way(Algorithm.HIERARCHICAL, 3)
@@ -73,9 +68,6 @@ def replaced(comm: Communicator, way: Way) -> Iterator[None]:
     before = engine.thresholds, engine.nodes, None if shared is None else shared.reach
     if way.forced is not None:
         engine.thresholds = Thresholds(forced=way.forced)
-    if way.is_crowded:
-        assert isinstance(engine.thresholds, Thresholds)
-        engine.thresholds = dataclasses.replace(engine.thresholds, is_crowded=True)
     if way.ranks_per_node:
         engine.nodes = [rank // way.ranks_per_node * way.ranks_per_node for rank in range(len(engine.nodes))]
     if shared is not None and not way.has_reach:

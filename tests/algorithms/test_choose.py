@@ -105,15 +105,6 @@ def test_native_can_be_forced_everywhere(op: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "cores", "is_crowded"), [(2, 2, False), (3, 2, True), (4, 8, False)])
-def test_more_ranks_than_cores_are_a_crowd_unless_it_was_measured(
-    tmp_path: Path, ranks: int, cores: int, is_crowded: bool
-) -> None:
-    assert read_thresholds("auto", "", "mpich", ranks, cores).is_crowded == is_crowded
-    measured = write(tmp_path / "t.json", table("mpich", ranks, cores, all_reduce={"shared_from": 5}))
-    assert not read_thresholds("auto", measured, "mpich", ranks, cores).is_crowded
-
-
 # ---------------------------------------------------------------------- tables
 
 

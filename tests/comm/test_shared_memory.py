@@ -14,7 +14,6 @@ from algorithms.forcing import (
     ALONE_CHOSEN,
     CHANGING,
     CHOSEN,
-    CROWDED,
     PAIRS,
     PAIRS_SLOTS,
     SHARED,
@@ -30,9 +29,7 @@ from comm.residency import RESIDENCIES, Placed, place
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms.choose import CROWDED_FROM
 from mpdist.algorithms.shared import spread
-from mpdist.algorithms.shared.small import SMALL_BYTES
 from mpdist.algorithms.shared.team import LARGE_SLOT_BYTES, ROUND_BYTES, SLOT_BYTES
 from mpdist.memory.arena import Block
 
@@ -227,31 +224,12 @@ async def test_arrays_larger_than_the_slots(way: Communicator, call: Call) -> No
 
 
 @pytest.mark.parametrize("call", [*REDUCING, *MOVING], ids=lambda call: call.__name__)
-@pytest.mark.parametrize("chosen", [CHOSEN, CROWDED, ALONE_CHOSEN], ids=str)
+@pytest.mark.parametrize("chosen", [CHOSEN, ALONE_CHOSEN], ids=str)
 async def test_sizes_around_the_thresholds(comm: Communicator, chosen: Way, call: Call) -> None:
     """Small and large ones follow each other on one communicator."""
     async with forced(comm, chosen) as made:
         for nbytes in (8, 20_000, 16 * 1024, 8, 33_000, 32 * 1024, 130_000, 8, 64 * 1024 * comm.size, 24, 800_000, 40):
             await call(Case(made, "mixed", nbytes // 8, "float64", "sum", nbytes % comm.size))
-
-
-async def test_a_crowd_takes_mpis_call_where_shared_memory_takes_more_than_one_step_and_not_many(
-    comm: Communicator,
-) -> None:
-    async with forced(comm, CROWDED) as made:
-        await made.all_reduce(np.ones(2048))  # makes the team
-        team: Any = made._channel.team
-        step, is_crowd = SMALL_BYTES // made.size, made.size > 2
-        for nbytes, is_native in (
-            (step // 8 * 8, False),
-            (step // 8 * 8 + 8, is_crowd),
-            (CROWDED_FROM - 8, is_crowd),
-            (CROWDED_FROM, False),
-        ):
-            before = team.rounds
-            x = await made.all_reduce(np.ones(nbytes // 8))
-            assert x[0] == x[-1] == made.size
-            assert (team.rounds == before) == is_native
 
 
 @pytest.mark.parametrize("gain", [0, 100], ids=["slots", "large slots"])
