@@ -211,7 +211,10 @@ class Reductions(Arrays):
         if named.function is not None:
             check_op(named, buffer.element)
             return named
-        how = Reduction.of(named, buffer.element, self.size)
-        if type(op) is str:
-            self._reductions[op, buffer.element] = how
+        if named.factor is not None:
+            return Reduction.of(named, buffer.element, self.size)
+        key = named.name, buffer.element
+        how = self._reductions.get(key)
+        if how is None:
+            how = self._reductions[key] = Reduction.of(named, buffer.element, self.size)
         return how
