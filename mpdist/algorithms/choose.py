@@ -49,7 +49,7 @@ SHARED_FROM: dict[str, dict[str, int]] = {
     },
     "openmpi": {
         "barrier": 0,
-        "all_reduce": 8 * KIB,
+        "all_reduce": 4 * KIB,
         "reduce": 64 * KIB,
         "reduce_scatter": 512 * KIB,
         "broadcast": 512 * KIB,
