@@ -18,6 +18,7 @@ from progress.test_loops import in_threads
 
 import mpdist
 from mpdist import Communicator
+from mpdist.algorithms.shared.small import KNOWN_PLANS
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(120)]
 
@@ -114,6 +115,16 @@ async def test_small_all_reduces_keep_their_order_whichever_is_awaited_first(com
             for number in random.Random(seed * 100 + comm.rank).sample(range(6), 6):
                 await works[number]
                 assert (arrays[number] == (number + 1) * comm.size).all(), (seed, number)
+
+
+async def test_small_all_reduces_of_more_sizes_than_are_remembered(comm: Communicator) -> None:
+    async with forced(comm, SHARED) as made:
+        for turn in range(2):
+            works = [made.all_reduce(np.full(count, turn + made.rank)) for count in range(KNOWN_PLANS + 40)]
+            for count, work in enumerate(works):
+                assert (await work).tolist() == [turn * made.size + made.size * (made.size - 1) / 2] * count
+        team: Any = made._channel.team
+        assert 0 < len(team.plans) <= KNOWN_PLANS
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

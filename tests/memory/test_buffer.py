@@ -65,6 +65,20 @@ def test_the_view_of_a_tensor_keeps_its_memory_alive() -> None:
     assert [int(view[-1]) for view in views] == list(range(50))
 
 
+@pytest.mark.parametrize("name", ["float64", "int8", "bfloat16"])
+def test_the_bare_view_of_a_tensor_is_its_memory(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    whole = torch.arange(12).to(getattr(torch, name))
+    for x in (whole, whole[5:], whole.reshape(3, 4), whole[:0]):
+        buffer = as_buffer(x)
+        bare, kept = buffer.bare_array(), buffer.array()
+        assert bare.dtype == kept.dtype
+        assert (bare == kept).all()
+        assert bare.shape == (x.numel(),)
+        bare[...] = 0
+        assert not x.any()
+
+
 def test_ranges_overlap_if_they_share_a_byte() -> None:
     x = np.zeros(10)
     assert overlap(as_buffer(x), as_buffer(x))

@@ -25,7 +25,7 @@ SMALL_BYTES = 512 * 1024
 # Less than this begins where its slot does.
 SPREAD_BYTES = 16 * 1024
 
-# So many plans a team keeps; making one takes some 10 us.
+# So many plans a team keeps, whose views hold no memory of their own.
 KNOWN_PLANS = 256
 
 
@@ -112,7 +112,7 @@ class SmallAllReduce:
         number, call, call_at = self._number, self._call, SMALL_AT + self._side
         if (team.small[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
             return False
-        for line in team.others:
+        for line in team.others:  # as `have_come` and `agree`, without their calls
             if line[STAGED] < number:
                 if line[GIVEN_UP]:
                     team.check_there(line, STAGED, number)
