@@ -54,8 +54,7 @@ class Reductions(Arrays):
                 if isinstance(how, Reduction):
                     channel, nbytes = self._channel, target.nbytes
                     words = (reduction_text, nbytes, how)
-                    is_direct = how.is_direct
-                    if (not is_direct or nbytes >= self._large_from["all_reduce"]) and self._is_large(how, nbytes):
+                    if nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]:
                         team = channel.team
                         plan = SmallPlan.of(team, how, nbytes) if isinstance(team, Team) else None
                         if plan is not None:
@@ -73,7 +72,7 @@ class Reductions(Arrays):
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
                         return channel.post("all_reduce", program, details, channel, None, target, how)
-                    if is_direct:
+                    if how.is_direct:
                         call = channel.transport.iall_reduce
                         return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
         except OnDevice:
@@ -98,7 +97,7 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = self._is_large(how, target.nbytes)
+            is_large = target.nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]
             return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
@@ -186,10 +185,6 @@ class Reductions(Arrays):
             counts,
             how,
         )
-
-    def _is_large(self, how: Reduction, nbytes: int) -> bool:
-        """Whether an all_reduce of so many bytes takes another algorithm than MPI's; the same on all ranks."""
-        return nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]
 
     def _post_reduction(
         self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any

@@ -30,7 +30,13 @@ KNOWN_PLANS = 256
 
 
 class SmallPlan:
-    """What all small all_reduces of one op, element type and size have in common on a team; made for the first."""
+    """What all small all_reduces of one op, element type and size have in common on a team; made for the first.
+
+    Attributes:
+        call: its word, but for the number of the round.
+        is_spread: whether rounds may begin elsewhere than their slots.
+        sources: [round % 2][member], the arrays in their slots; own: this member's.
+    """
 
     __slots__ = ("_folder", "_pair", "call", "is_spread", "own", "slots", "sources")
 
@@ -88,12 +94,12 @@ class SmallAllReduce:
             for line in team.others:
                 if line[CONSUMED] < number - 2:
                     return
+            if team.fence is not None:
+                team.fence()
             self._stage(team)
 
     def _stage(self, team: Team) -> None:
         plan, side, mine = self._plan, self._side, team.mine
-        if team.fence is not None:
-            team.fence()
         if plan.is_spread:
             plan.slots.show(side, self._x.nbytes, (0, self._x))
         else:
@@ -155,11 +161,7 @@ class SmallAllReduce:
         if team.fence is not None:
             team.fence()
         mine[REDUCED] = mine[CONSUMED] = self._number
-        flags = team.sleeping
-        for peer in team.peers:
-            if flags[peer]:
-                team.ring()
-                break
+        team.ring()
 
     def _fail(self, team: Team) -> NoReturn:
         """Raise on all members alike; out of step it stays the first of those under way, which then all fail so."""

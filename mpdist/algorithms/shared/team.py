@@ -145,8 +145,6 @@ class Team:
         last_but_one: the last round that all must have consumed before the next collective begins.
         mine, others: the words of this member, and of each other one.
         fence: what keeps the order of memory accesses; None where the processor does.
-        peers: the other members, by their ranks in the world.
-        sleeping: of each rank in the world, whether it is to be rung.
         small: collectives of a single step that are under way, in their order.
         plans: of them, by what they do and on how many bytes.
         paces: of each operation, by which way a pair's private memory goes.
@@ -173,13 +171,13 @@ class Team:
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self.mine = self._lines[self.rank]
         self.others = [line for line in self._lines if line is not self.mine]
-        self.peers = [member.world_rank for member in members if member is not members[self.rank]]
+        self._peers = [member.world_rank for member in members if member is not members[self.rank]]
         self._memories: dict[tuple[int, int, int, int], Memory] = {}
         self._slots: dict[int, Slots] = {}
         self.fence = shared.fence
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
-        self.sleeping = channel.engine.doorbell.flags
+        self._sleeping = channel.engine.doorbell.flags
         self.small: deque[SmallAllReduce] = deque()
         self.plans: dict[tuple[Reduction, int], SmallPlan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -194,19 +192,15 @@ class Team:
 
     def tell(self, word: int, to_round: int) -> None:
         """Say how far this member is, and wake those that sleep until then."""
-        self.put(word, to_round)
-        self.ring()
-
-    def put(self, word: int, to_round: int) -> None:
-        """Say so; the caller wakes whoever waits."""
         if self.fence is not None:
             self.fence()
         self.mine[word] = to_round
+        self.ring()
 
     def ring(self) -> None:
         """Wake the members that sleep."""
-        flags = self.sleeping
-        for peer in self.peers:
+        flags = self._sleeping
+        for peer in self._peers:
             if flags[peer]:
                 self._bell.ring(peer)
         if self._bell.has_rung:
