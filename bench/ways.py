@@ -1,6 +1,6 @@
-"""Ways: reductions of two ranks' private arrays by either way, by the one that is chosen, and by mpi4py.
+"""Ways: collectives of two ranks' private arrays by either way, by the one that is chosen, and by mpi4py.
 
-    python bench/ways.py [--places | --crowd] [--rounds 15] [--ops OP,...] [--json FILE]
+    python bench/ways.py [--places | --crowd] [--torch] [--rounds 15] [--ops OP,...] [--json FILE]
 
 starts itself on 2 ranks with the environment's MPI. The same array again and again,
 so it is in the caches where they hold it. Sizes are those of x. Medians in
@@ -9,6 +9,8 @@ two ways; bench/caches.py shows why now the one and now the other is faster.
 
 With --places: smaller arrays through slots, always where a slot begins, by turns in
 many places, and where it is chosen (mpdist/algorithms/shared/spread.py).
+
+With --torch: arrays in memory of torch, on pages of 4 KiB; large ones of NumPy are on huge pages.
 
 With --crowd: all_reduce of 4 ranks, through shared memory, by MPI's own call as mpdist makes it, and as it is
 chosen; to be run where there are fewer cores, several times: which is faster depends on the minute.
@@ -47,6 +49,7 @@ class Arrays(NamedTuple):
     """What one contender works on; a row is half of x."""
 
     x: np.ndarray
+    y: np.ndarray
     row: np.ndarray
 
 
@@ -59,12 +62,21 @@ OPERATIONS: dict[str, tuple[Ours, Theirs]] = {
         lambda comm, a: comm.reduce_scatter(a.x, out=a.row),
         lambda mpi, a: mpi.COMM_WORLD.Reduce_scatter_block(a.x, a.row),
     ),
+    "broadcast": (lambda comm, a: comm.broadcast(a.x, 0), lambda mpi, a: mpi.COMM_WORLD.Bcast(a.x, 0)),
+    "all_gather": (
+        lambda comm, a: comm.all_gather(a.row, out=a.x),
+        lambda mpi, a: mpi.COMM_WORLD.Allgather(a.row, a.x),
+    ),
+    "all_to_all": (
+        lambda comm, a: comm.all_to_all(a.x, out=a.y),
+        lambda mpi, a: mpi.COMM_WORLD.Alltoall(a.x, a.y),
+    ),
 }
 
 
 async def forced(world: mpdist.Communicator, through_slots: bool) -> mpdist.Communicator:
-    """A duplicate on which all go one way."""
-    comm = await world.dup()
+    """A duplicate on which all take shared memory, and go one way."""
+    comm = await taking(world, Algorithm.SHARED)
     await comm.all_reduce(np.zeros(SIZES[0] // 4, np.float32))
     paces: Any = comm._channel.team.paces  # type: ignore[union-attr]  # made by the first call
     for op in OPERATIONS:
@@ -109,8 +121,12 @@ async def placed(world: mpdist.Communicator, kind: type[Spread]) -> mpdist.Commu
     return comm
 
 
-def arrays_of(count: int) -> Arrays:
-    return Arrays(np.zeros(count, np.float32), np.zeros(count // 2, np.float32))
+def arrays_of(count: int, in_torch: bool) -> Arrays:
+    if in_torch:
+        import torch
+
+        return Arrays(*(torch.zeros(each).numpy() for each in (count, count, count // 2)))
+    return Arrays(*(np.zeros(each, np.float32) for each in (count, count, count // 2)))
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
@@ -132,7 +148,7 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     lines = []
     for op in options.ops.split(","):
         for nbytes in sizes:
-            medians = await measured(comms, op, nbytes, options.rounds)
+            medians = await measured(comms, op, nbytes, options)
             line = {"case": f"{op} {nbytes // KIB} KiB", "mpi": mpi_name(), **medians}
             lines.append(line | {"ratio": round(medians["chosen"] / medians["mpi4py"], 2)})
             if world.rank == 0:
@@ -145,16 +161,18 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
             await comm.close()
 
 
-async def measured(comms: dict[str, mpdist.Communicator], op: str, nbytes: int, rounds: int) -> dict[str, float]:
+async def measured(
+    comms: dict[str, mpdist.Communicator], op: str, nbytes: int, options: argparse.Namespace
+) -> dict[str, float]:
     """Median microseconds of each contender, in turn."""
     from mpi4py import MPI
 
     ours, theirs = OPERATIONS[op]
     count = nbytes // 4
-    contenders = {name: arrays_of(count) for name in [*comms, "mpi4py"]}
+    contenders = {name: arrays_of(count, options.torch) for name in [*comms, "mpi4py"]}
     calls = min(max(LEAST_CALLS, ROW_BYTES // nbytes), MOST_CALLS)
     micro: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name, arrays in contenders.items():
             MPI.COMM_WORLD.Barrier()
             start = time.perf_counter()
@@ -171,11 +189,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--places", action="store_true")
     parser.add_argument("--crowd", action="store_true")
+    parser.add_argument("--torch", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ops", default="")
     parser.add_argument("--json", default="")
     parsed = parser.parse_args()
-    parsed.ops = parsed.ops or ("all_reduce" if parsed.crowd else ",".join(OPERATIONS))
+    usual = "all_reduce" if parsed.crowd else "all_reduce,reduce_scatter" if parsed.places else ",".join(OPERATIONS)
+    parsed.ops = parsed.ops or usual
     if is_rank():
         mpdist.run(main, parsed)
     else:

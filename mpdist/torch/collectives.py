@@ -175,7 +175,7 @@ class Collectives(Group):
             received = uneven.slices(output, output_split_sizes, self._size, "output")
             sent = uneven.slices(input, input_split_sizes, self._size, "input")
             return uneven.all_to_all(self, received, sent, opts, [output], [input])
-        uneven.slices(output, (), self._size, "output")
+        uneven.even_length(output, self._size, "output")
         room, finish = writable(output)
         x = readable(input)
         if uneven.overlaps(x, room):

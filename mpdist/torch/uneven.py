@@ -96,12 +96,11 @@ def slices(tensor: Tensor, sizes: Sequence[int], ranks: int, what: str) -> Tenso
     Raises:
         WrongCall: the sizes do not fit it, or it is not strided.
     """
+    if not sizes:
+        length = even_length(tensor, ranks, what)
+        return torch.split(tensor.detach(), length) if length else [tensor] * ranks
     check_strided(tensor)
     length = tensor.shape[0] if tensor.dim() else 0
-    if not sizes:
-        if length % ranks:
-            raise WrongCall(f"Tensor's dim 0 does not divide equally across group size: {what} {length}, {ranks} ranks")
-        return torch.split(tensor.detach(), length // ranks) if length else [tensor] * ranks
     if len(sizes) != ranks:
         raise WrongCall(f"Number of tensor splits not equal to group size: {len(sizes)} of {what}, {ranks} ranks")
     if sum(sizes) != length:
@@ -109,6 +108,15 @@ def slices(tensor: Tensor, sizes: Sequence[int], ranks: int, what: str) -> Tenso
             f"Split sizes doesn't match total dim 0 size: {what} has {length}, the splits {sum(sizes)} in all"
         )
     return torch.split(tensor.detach(), list(sizes))
+
+
+def even_length(tensor: Tensor, ranks: int, what: str) -> int:
+    """How long a slice is along axis 0 if it is cut evenly; raises as `slices`."""
+    check_strided(tensor)
+    length = tensor.shape[0] if tensor.dim() else 0
+    if length % ranks:
+        raise WrongCall(f"Tensor's dim 0 does not divide equally across group size: {what} {length}, {ranks} ranks")
+    return length // ranks
 
 
 def check_block(out: Tensor, own: Tensor, rank: int) -> None:

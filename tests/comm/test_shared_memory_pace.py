@@ -33,7 +33,7 @@ async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: py
     async with forced(comm, SHARED) as made:
         for number in range(300):
             count = order.choice(COUNTS)
-            kind = order.randrange(10)
+            kind = order.randrange(12)
             expected = 2.0 * number + 1
             x = np.full(count, number + made.rank, np.float16 if kind == 0 else np.float32)
             if kind == 1 and made.rank == number % 2:
@@ -55,6 +55,8 @@ async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: py
             elif kind == 9:
                 rows = np.stack([x, x + 10])
                 assert (await made.all_to_all(rows) == np.array([[number], [number + 1]]) + 10 * made.rank).all()
+            elif kind in (10, 11):
+                assert (await made.broadcast(x, kind - 10) == number + kind - 10).all()
             elif kind == 4:
                 small = [made.all_reduce(np.ones(3)) for _ in range(3)]
                 assert (await made.all_reduce(x) == expected).all()

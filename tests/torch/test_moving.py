@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from algorithms.forcing import CHOSEN, replaced
 from torch_support.values import MOVABLE, assert_same, everyone, joined, numbers, strided
+
+import mpdist
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.limit(120)]
 
@@ -42,6 +46,29 @@ def test_all_gather(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             assert_same(out, each, "list")
             assert_same(view, each, "views")
             assert_same(part, each, "into")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by_turns", [False, True], ids=["chosen", "by turns"])
+def test_large_moves_by_any_way(group: dist.ProcessGroup, dtype: torch.dtype, by_turns: bool) -> None:
+    """As large as is not MPI's call any more for two ranks; their private memory goes one way and the other."""
+    size, rank = group.size(), group.rank()
+    count = 5 * 1024**2 // dtype.itemsize // size * size
+    way = replace(CHOSEN, changes=by_turns)
+    with replaced(mpdist.init(), way):
+        for step in range(4):
+            x = numbers((count,), dtype, 10 * step + rank)
+            everybody = [numbers((count,), dtype, 10 * step + other) for other in range(size)]
+            whole = torch.zeros(size * count, dtype=dtype)
+            dist.all_gather_into_tensor(whole, x)
+            assert torch.equal(whole, torch.cat(everybody)), step
+            out = torch.zeros(count, dtype=dtype)
+            work = dist.all_to_all_single(out, x, async_op=step % 2 == 1)
+            if work is not None:
+                work.wait()
+            assert torch.equal(out, torch.cat([each.chunk(size)[rank] for each in everybody])), step
+            dist.broadcast(x, step % size)
+            assert torch.equal(x, everybody[step % size]), step
 
 
 @pytest.mark.parametrize("dtype", MOVABLE, ids=str)

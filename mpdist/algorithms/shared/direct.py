@@ -9,7 +9,7 @@ while another copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.moving import Folding, copy
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # A turn may end between two pieces; a copy of one takes 0.1 to 0.25 ms.
 COPY_BYTES = 2 * 1024 * 1024
+
+Kept: TypeAlias = "tuple[Array, Array]"
+"""Where to and what a member copies of its own."""
 
 
 class Meeting:
@@ -52,8 +55,11 @@ class Meeting:
         self._round = 0
         self._error: MpdistError | None = None
 
-    def begin(self, *facts: int) -> Steps[None]:
+    def begin(self, *facts: int, kept: Kept | None = None) -> Steps[None]:
         """Done when all have come; `facts` are told besides the places.
+
+        Args:
+            kept: copied while the others are on their way.
 
         Raises:
             SizeMismatch, CollectiveMismatch: on all members, which stay in step if each is in a meeting.
@@ -63,6 +69,8 @@ class Meeting:
             yield team.free()
         self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts) + 1
         team.tell(STAGED, self._round)
+        if kept is not None:
+            yield from self.copy(*kept, kept[0].itemsize)
         if not team.are_at(STAGED, self._round):
             yield team.all_at(STAGED, self._round)
         self.turn.restart()
@@ -165,13 +173,22 @@ class Meeting:
             part = slice(row * columns, (row + 1) * columns)
             yield from self.fold(folder, [self.there(each)[part] for each in inputs], [target])
 
-    def gather_rows(self, x: Buffer, kept: Array, rows: Array, part: slice) -> Steps[None]:
-        """What is kept into this member's row, and a part of x of each other into its row."""
-        team, itemsize = self.team, x.element.itemsize
+    def spread(self, x: Buffer, src: int) -> Steps[None]:
+        """Of x of member src into x of the others: src writes one part in `size`, and each other takes the rest."""
+        team, mine, itemsize = self.team, x.array(), x.element.itemsize
+        *_, cut, _ = cuts(x.count, team.size, team.size)
         memory = self.memory(x, x.count)
-        yield from self.copy(rows[team.rank], kept, itemsize)
-        for member in team.after_own():
-            yield from self.copy(rows[member], self.there(memory[member])[part], itemsize)
+        root = self.there(memory[src])
+        if team.rank != src:
+            yield from self.copy(mine[:cut], root[:cut], itemsize)
+        for member in team.after_own() if team.rank == src else ():
+            yield from self.copy(self.there(memory[member])[cut:], mine[cut:], itemsize)
+
+    def gather_rows(self, x: Buffer, rows: Array, part: slice) -> Steps[None]:
+        """A part of x of each other into its row; this member's own is there."""
+        memory = self.memory(x, x.count)
+        for member in self.team.after_own():
+            yield from self.copy(rows[member], self.there(memory[member])[part], x.element.itemsize)
 
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
@@ -180,25 +197,18 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     yield from meeting.begin()
     with meeting:
         if x.count:
-            *_, cut, _ = cuts(x.count, team.size, team.size)
-            mine, itemsize = x.array(), x.element.itemsize
-            memory = meeting.memory(x, x.count)
-            root = meeting.there(memory[src])
-            if team.rank != src:
-                yield from meeting.copy(mine[:cut], root[:cut], itemsize)
-            for member in team.after_own() if team.rank == src else ():
-                yield from meeting.copy(meeting.there(memory[member])[cut:], mine[cut:], itemsize)
+            yield from meeting.spread(x, src)
     yield from meeting.end()
 
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
     meeting = Meeting(team, "all_gather", x.nbytes, x)
-    yield from meeting.begin()
+    rows = out.array().reshape(team.size, x.count)
+    yield from meeting.begin(kept=(rows[team.rank], x.array()))
     with meeting:
         if x.count:
-            rows = out.array().reshape(team.size, x.count)
-            yield from meeting.gather_rows(x, x.array(), rows, slice(0, x.count))
+            yield from meeting.gather_rows(x, rows, slice(0, x.count))
     yield from meeting.end()
 
 
@@ -233,13 +243,13 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
     meeting = Meeting(team, "all_to_all", x.nbytes, x)
-    yield from meeting.begin()
+    width = x.count // team.size
+    rows = out.array().reshape(team.size, width)
+    mine = slice(team.rank * width, (team.rank + 1) * width)
+    yield from meeting.begin(kept=(rows[team.rank], x.array()[mine]))
     with meeting:
         if x.count:
-            width = x.count // team.size
-            rows = out.array().reshape(team.size, width)
-            mine = slice(team.rank * width, (team.rank + 1) * width)
-            yield from meeting.gather_rows(x, x.array()[mine], rows, mine)
+            yield from meeting.gather_rows(x, rows, mine)
     yield from meeting.end()
 
 

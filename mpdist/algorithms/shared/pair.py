@@ -43,7 +43,6 @@ class Pair:
         self._all = shown
         self._taken = taken
         self._slots = team.slots(element)
-        self._itemsize = element.itemsize
         self._shown, self._read = words
         self._before = before
         self.side = (before + 1) % 2
@@ -52,8 +51,10 @@ class Pair:
 
     def stage(self, place: int) -> None:
         """Show a round's part; its slot is free."""
-        start, end = self._span(place, self._all.size)
-        self._slots.show(self._slot(place), (end - start) * self._itemsize, (0, self._all[start:end]))
+        start = place * self._width
+        part = self._all[start : start + self._width]
+        if part.size:
+            self._slots.show((self.side + place) % 2, part.nbytes, (0, part))
 
     def begin(self) -> Steps[None]:
         """Show the first round, after another passage."""
@@ -64,7 +65,7 @@ class Pair:
 
     def exchange(self, take: Take, turn: Turn) -> Steps[None]:
         """All rounds; the first is staged and told."""
-        team = self._team
+        team, width = self._team, self._width
         for place in range(self.rounds):
             number = self._before + place + 1
             if place + 1 < self.rounds:
@@ -76,19 +77,13 @@ class Pair:
                     yield turn
             if not team.are_at(self._shown, number):
                 yield team.all_at(self._shown, number)
-            start, end = self._span(place, self._taken)
+            start = place * width
+            end = min(start + width, self._taken)
             if end > start:
-                take(start, end, self._slots.shown(self._slot(place), 1 - team.rank)[: end - start])
+                take(start, end, self._slots.shown((self.side + place) % 2, 1 - team.rank)[: end - start])
             team.tell(self._read, number)
             if turn.is_over:
                 yield turn
-
-    def _slot(self, place: int) -> int:
-        return (self.side + place) % 2
-
-    def _span(self, place: int, count: int) -> tuple[int, int]:
-        start = min(place * self._width, count)
-        return start, min(start + self._width, count)
 
 
 def reducing(team: Team, folder: Folder, own: Array, out: Array) -> Take:

@@ -38,12 +38,12 @@ def _reductions(team: Team) -> ModuleType:
     return reduction if team.shared.reach is None else direct
 
 
-def _two_ways(team: Team) -> ModuleType:
-    return either if team.size == 2 and team.shared.reach is not None else _reductions(team)
-
-
 def _exchanges(team: Team) -> ModuleType:
     return exchange if team.shared.reach is None else direct
+
+
+def _two_ways(team: Team, other: Callable[[Team], ModuleType]) -> ModuleType:
+    return either if team.size == 2 and team.shared.reach is not None else other(team)
 
 
 def barrier(transport: Transport, channel: Channel) -> Steps[None]:
@@ -63,7 +63,7 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
         team.ring()
         yield small
     else:
-        yield from _two_ways(team).all_reduce(team, source, out, how.op, how.size)
+        yield from _two_ways(team, _reductions).all_reduce(team, source, out, how.op, how.size)
     return out.owner
 
 
@@ -81,7 +81,9 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.reduce_scatter(transport, x, out, how))
-    yield from _two_ways(team).reduce_scatter(team, x, out.count, how.op, how.size, [(team.rank, out.array())])
+    yield from _two_ways(team, _reductions).reduce_scatter(
+        team, x, out.count, how.op, how.size, [(team.rank, out.array())]
+    )
     return out.owner
 
 
@@ -90,7 +92,7 @@ def broadcast(transport: Transport, channel: Channel, x: Buffer, src: int) -> St
     if team is None:
         yield transport.ibroadcast(x, src)
     else:
-        yield from _exchanges(team).broadcast(team, x, src)
+        yield from _two_ways(team, _exchanges).broadcast(team, x, src)
     return x.owner
 
 
@@ -121,7 +123,7 @@ def _into(
     if team is None:
         yield call(x, out)
     else:
-        yield from getattr(_exchanges(team), op)(team, x, out)
+        yield from getattr(_two_ways(team, _exchanges), op)(team, x, out)
     return out.owner
 
 

@@ -167,6 +167,7 @@ class Team:
         self.rounds = 0
         self._barriers = 0
         self._collectives = 0
+        self._facts_at = _FACTS_AT
         self.last_but_one = 0
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self.mine = self._lines[self.rank]
@@ -262,8 +263,8 @@ class Team:
         # These facts take the place of those of the collective before the last, which all are done with.
         self.last_but_one = before
         self._collectives += 1
-        at = self._facts_at()
-        self.mine[self._call_at()] = call_word(op, nbytes, before + 1)
+        self._facts_at = at = _FACTS_AT + self._collectives % 2 * _FACTS
+        self.mine[at + _CALL] = call_word(op, nbytes, before + 1)
         for fact in facts:
             self.mine[at] = fact
             at += 1
@@ -279,8 +280,12 @@ class Team:
 
     def facts(self, number: int) -> list[int]:
         """What each member has put down as fact `number`; valid of those that have told a round of this collective."""
-        at = self._facts_at() + number
+        at = self._facts_at + number
         return [line[at] for line in self._lines]
+
+    def fact(self, member: int, number: int) -> int:
+        """What one member has put down, as of `facts`."""
+        return self._lines[member][self._facts_at + number]
 
     def agree(self, at: int, call: int) -> bool:
         """Whether all others tell of this call in a word."""
@@ -346,10 +351,7 @@ class Team:
         return self.channel.world_ranks.index(self.members[member].world_rank)
 
     def _call_at(self) -> int:
-        return self._facts_at() + _CALL
-
-    def _facts_at(self) -> int:
-        return _FACTS_AT + self._collectives % 2 * _FACTS
+        return self._facts_at + _CALL
 
     def place_of(self, buffer: Buffer) -> int:
         """Where the others find it: an offset of this member's arena, an address below PRIVATE, or PRIVATE."""
