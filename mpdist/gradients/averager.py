@@ -26,6 +26,7 @@ from mpdist.gradients.packing import Packing, maker_like
 from mpdist.gradients.talk import Conversation, Talk
 from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
 from mpdist.memory.accelerator import accelerator_of
+from mpdist.memory.heap import keep_freed
 from mpdist.progress.collective import take_over
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class GradientAverager:
         if not is_size:
             raise UsageError(f"bucket_bytes is {bucket_bytes!r}; it must be a positive number")
         self._comm = comm
+        keep_freed(comm._channel.engine.keep_memory * 1024**2)
         self._arrays = list(arrays)
         self._names = [f"array {index}" for index in range(len(self._arrays))] if names is None else list(names)
         if len(self._names) != len(self._arrays):

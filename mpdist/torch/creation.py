@@ -11,6 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import mpdist
 from mpdist.config import Config
+from mpdist.memory.heap import keep_freed
 from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.errors import WrongCall, translated
@@ -46,6 +47,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
         raise translated(error) from error
     group = ProcessGroup(comm, options.store, progress_of(world), _timeout_of(options.timeout))
     comm._expect_small_pages()
+    keep_freed(comm._channel.engine.keep_memory * 1024**2)
     comm.name = comm._channel.name = _name(options.group_id if ranks else None)
     return group
 

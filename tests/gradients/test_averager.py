@@ -37,6 +37,17 @@ def check(arrays: list[np.ndarray], step: int, size: int) -> None:
         np.testing.assert_allclose(x, np.full(shape, (index + 1) * mean_rank + step), rtol=1e-15)
 
 
+async def test_a_process_that_averages_keeps_the_memory_that_it_frees(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("mpdist.gradients.averager.keep_freed", kept.append)
+    arrays = filled(0, comm.rank)
+    await GradientAverager(comm, arrays)
+    check(arrays, 0, comm.size)
+    assert kept == [1024 * 1024**2]
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 async def test_arrays_hold_the_mean_after_each_step(comm: Communicator, bucket_bytes: int) -> None:
     arrays = filled(0, comm.rank)

@@ -29,6 +29,15 @@ def nothing(world: mpdist.Communicator) -> Any:
         dist.destroy_process_group()
 
 
+def test_a_process_with_a_group_keeps_the_memory_that_it_frees(
+    nothing: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("mpdist.torch.creation.keep_freed", kept.append)
+    dist.init_process_group("mpdist")
+    assert kept == [1024 * 1024**2]
+
+
 def check_default_group(world: mpdist.Communicator, backend: str = "mpdist") -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (world.rank, world.size, backend)
     x = torch.ones(2)
