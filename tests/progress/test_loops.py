@@ -15,6 +15,7 @@ import pytest
 
 import mpdist
 from mpdist import Communicator
+from mpdist.progress.engine import ALGORITHM_SECONDS, WAITED_FOR_SECONDS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -69,6 +70,24 @@ def test_wait_gives_result_and_error(comm: Communicator) -> None:
         comm.recv(np.zeros(2, int)).wait()
     work = comm.recv()
     assert work.wait() is work.wait() is work.result()
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+def test_an_algorithm_has_longer_turns_where_no_loop_waits_for_its_own(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, has_loop: bool
+) -> None:
+    engine = comm._channel.engine
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(engine, "_loop", loop if has_loop else None)
+    seen: list[float] = []
+    work = comm.all_reduce(np.ones(1))
+    monkeypatch.setattr(engine, "drive_while", lambda *_: seen.append(engine.turn_seconds) or True)
+    work.wait(0)
+    assert seen == [ALGORITHM_SECONDS if has_loop else WAITED_FOR_SECONDS]
+    assert engine.turn_seconds == ALGORITHM_SECONDS
+    monkeypatch.undo()
+    assert work.wait()[0] == 2
+    loop.close()
 
 
 def test_wait_with_a_timeout_withdraws_a_receive(comm: Communicator) -> None:
