@@ -180,7 +180,7 @@ def _either(
     pace.hear(team.fact(0, PACE))
     other = 1 - team.rank
     are_private = meeting.is_private and team.fact(other, X_AT) < 0 and team.fact(other, OUT_AT) < 0
-    start = perf_counter()
+    start, away = perf_counter(), meeting.turn.away
     team.shown += rounds
     if pairs and are_private:
         for pair, take in zip(pairs, takes(), strict=True):
@@ -197,7 +197,8 @@ def _either(
                 yield from straight()
         yield from meeting.end()
     if team.rank == 0 and are_private and meeting.nbytes:
-        pace.took(meeting.nbytes, bool(pairs), seconds + perf_counter() - start - meeting.turn.away)
+        seconds += perf_counter() - start - (meeting.turn.away - away)
+        pace.took(meeting.nbytes, bool(pairs), seconds)
 
 
 def _pairs(team: Team, element: Element, passages: Sequence[Passage], nbytes: int) -> tuple[list[Pair], int]:
