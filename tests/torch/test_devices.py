@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.ap
 # What these ask of a process has nothing to do with devices.
 OTHERS = (
     "test_barrier_holds_until_the_last_rank_has_come",
+    "test_large_moves_by_any_way",
     "test_objects",
     "test_what_is_not_strided_is_refused_by_every_rank",
 )

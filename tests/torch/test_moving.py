@@ -61,14 +61,14 @@ def test_large_moves_by_any_way(group: dist.ProcessGroup, dtype: torch.dtype, by
             everybody = [numbers((count,), dtype, 10 * step + other) for other in range(size)]
             whole = torch.zeros(size * count, dtype=dtype)
             dist.all_gather_into_tensor(whole, x)
-            assert torch.equal(whole, torch.cat(everybody)), step
+            assert_same(whole, joined(everybody), step)
             out = torch.zeros(count, dtype=dtype)
             work = dist.all_to_all_single(out, x, async_op=step % 2 == 1)
             if work is not None:
                 work.wait()
-            assert torch.equal(out, torch.cat([each.chunk(size)[rank] for each in everybody])), step
+            assert_same(out, joined([each.chunk(size)[rank] for each in everybody]), step)
             dist.broadcast(x, step % size)
-            assert torch.equal(x, everybody[step % size]), step
+            assert_same(x, everybody[step % size], step)
 
 
 @pytest.mark.parametrize("dtype", MOVABLE, ids=str)
