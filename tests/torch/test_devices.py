@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.ap
 # What these ask of a process has nothing to do with devices.
 OTHERS = (
     "test_barrier_holds_until_the_last_rank_has_come",
-    "test_large_moves_by_any_way",
     "test_objects",
     "test_what_is_not_strided_is_refused_by_every_rank",
 )
@@ -48,8 +47,9 @@ def _simulated() -> None:
     devices.install()
 
 
-@pytest.fixture(params=devices.DEVICES, autouse=True)
+@pytest.fixture(scope="module", params=devices.DEVICES, autouse=True)
 def device(request: pytest.FixtureRequest, group: dist.ProcessGroup, world: mpdist.Communicator) -> Iterator[str]:
+    """The same for all: the group's ranks have joined their devices for good, and follow the streams of those."""
     with devices.opened(request.param, world) as name:
         yield name
 
