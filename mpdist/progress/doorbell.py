@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Transport
 
 AWAKE, ASLEEP, REMOTE = 0, 1, 2
+WAITING = 1
 REMOTE_SECONDS = 0.001
 """A ring keeps its peer hot for at least so long, so ringing more often is of no use."""
 
@@ -38,7 +39,8 @@ class Doorbell:
     """The bells of all ranks, and the byte that says who sleeps.
 
     Attributes:
-        flags: one byte for each rank of the world: AWAKE, ASLEEP, or REMOTE for ranks of other nodes.
+        flags: one byte for each rank of the world: AWAKE, ASLEEP, or REMOTE for ranks of other nodes. As many follow,
+            which are WAITING for a rank of this node with a thread that has waited in vain for some time.
         has_rung: somebody was rung since the last `give_way`.
     """
 
@@ -59,6 +61,13 @@ class Doorbell:
 
     def quiet(self) -> None:
         """Forget the rings so far."""
+
+    def tell_waiting(self, is_waiting: bool) -> None:
+        """Tell the peers of this node whether a thread of this rank waits, and nothing moves."""
+
+    def is_awaited(self) -> bool:
+        """Whether a rank of this node waits, perhaps for this one."""
+        return False
 
     def ring(self, rank: int) -> None:
         """Wake the rank of the world, whose flag is not AWAKE; best before what it is woken for is posted."""
@@ -99,7 +108,7 @@ class SilentDoorbell(Doorbell):
     """For a rank without peers: nobody can ring."""
 
     def __init__(self, size: int = 1) -> None:
-        self.flags = bytearray(size)
+        self.flags = bytearray(2 * size)
 
     def fileno(self) -> int:
         return -1
@@ -117,9 +126,18 @@ class SilentDoorbell(Doorbell):
 class DatagramDoorbell(Doorbell):
     """Datagram sockets: of the UNIX family within a node, UDP between nodes."""
 
-    def __init__(self, rank: int, flags: mmap.mmap, sockets: list[socket.socket], addresses: list[Address]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        flags: mmap.mmap,
+        sockets: list[socket.socket],
+        addresses: list[Address],
+        neighbours: Sequence[int],
+    ) -> None:
         self.flags = flags
         self._rank = rank
+        self._size = len(addresses)
+        self._neighbours = neighbours
         self._sockets = sockets
         self._addresses = addresses
         self._rung_at = [0.0] * len(addresses)
@@ -140,6 +158,13 @@ class DatagramDoorbell(Doorbell):
     def quiet(self) -> None:
         for each in self._sockets:
             _drain(each)
+
+    def tell_waiting(self, is_waiting: bool) -> None:
+        self.flags[self._size + self._rank] = is_waiting * WAITING
+
+    def is_awaited(self) -> bool:
+        flags, size = self.flags, self._size
+        return any(flags[size + rank] or flags[rank] == ASLEEP for rank in self._neighbours)
 
     def ring(self, rank: int) -> None:
         if self.flags[rank] == REMOTE:
@@ -199,14 +224,14 @@ def connect(world: Transport, node: Transport) -> Doorbell:
         udp, udp_address = _udp_bell()
         sockets.append(udp)
     everyone = world.all_gather_now((address, udp_address))
-    neighbours = {world_rank for world_rank, _ in node.all_gather_now((world.rank, None))}
+    neighbours = [world_rank for world_rank, _ in node.all_gather_now((world.rank, None))]
     addresses = [near if rank in neighbours and near else far for rank, (near, far) in enumerate(everyone)]
-    flags = shared_bytes(node, world.size)
+    flags = shared_bytes(node, 2 * world.size)
     if node.rank == 0:
         for rank in range(world.size):
             flags[rank] = AWAKE if rank in neighbours else REMOTE
     node.all_gather_now(None)
-    return DatagramDoorbell(world.rank, flags, sockets, addresses)
+    return DatagramDoorbell(world.rank, flags, sockets, addresses, [rank for rank in neighbours if rank != world.rank])
 
 
 def _local_bell(rank: int) -> tuple[list[socket.socket], bytes | None]:

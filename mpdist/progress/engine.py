@@ -58,6 +58,9 @@ RUNG_LOOKS = 4
 ALGORITHM_SECONDS = 0.0004
 WAITED_FOR_SECONDS = 0.005
 
+# A thread that has waited so long without any progress tells the ranks of its node, see `Doorbell.is_awaited`.
+UNMOVED_SECONDS = 0.001
+
 # Where processors are scarce, a yield may last as long as the others' slices: an await ends its looks after this time.
 YIELDING_SECONDS = 0.002
 
@@ -86,6 +89,7 @@ class Engine:
         creating: communicators being made.
         dropped: those that went without close.
         nodes: for each rank of the world, which node it is on.
+        crowd: how many ranks, this one among them, have how many cores together.
         roll: where the ranks of this node compare their collectives; None where there is one.
         is_threaded: whether MPI may be called from several threads.
         keep_memory: MiB of freed memory that a training keeps, see `keep_freed`.
@@ -134,6 +138,7 @@ class Engine:
         self.awareness = Awareness()
         self.given: list[Accelerator] = []
         self.nodes: Sequence[int] = (0,)
+        self.crowd = (1, 1)
         self.roll: Roll | None = None
         self.is_threaded = True
         self.allow_pickle = True
@@ -427,20 +432,27 @@ class Engine:
                 return True
         last = now = monotonic()
         end = None if timeout is None else now + timeout
-        while waiting():
-            if self.drive():
-                last = monotonic()
-                continue
-            now = monotonic()
-            if end is not None and now >= end:
-                return not waiting()
-            delay = self.backoff.delay(now - last, bool(self.active))
-            if end is not None:
-                delay = min(delay, end - now)
-            if delay == 0.0:
-                os.sched_yield()
-            elif self.doorbell.nap(delay, self.drive):
-                last = monotonic()
+        has_told = False
+        try:
+            while waiting():
+                if self.drive():
+                    last = monotonic()
+                    continue
+                now = monotonic()
+                if end is not None and now >= end:
+                    return not waiting()
+                if now - last > UNMOVED_SECONDS:
+                    self.doorbell.tell_waiting(has_told := True)  # each time: another thread may have taken it back
+                delay = self.backoff.delay(now - last, bool(self.active))
+                if end is not None:
+                    delay = min(delay, end - now)
+                if delay == 0.0:
+                    os.sched_yield()
+                elif self.doorbell.nap(delay, self.drive):
+                    last = monotonic()
+        finally:
+            if has_told:
+                self.doorbell.tell_waiting(False)
         return True
 
     # ------------------------------------------------------------------ limits, threads, end

@@ -290,7 +290,9 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     doorbell = connect(transport, node) if transport.size > 1 else SilentDoorbell(1)
     own = Place.here()
     places = transport.all_gather_now(own)
-    engine = Engine(policy(*crowd(own, places)), doorbell)
+    near = crowd(own, places)
+    engine = Engine(policy(*near), doorbell)
+    engine.crowd = near
     engine.nodes = transport.all_gather_now(min(node.world_ranks()))
     if node.size > 1:
         at = {rank: place for place, rank in enumerate(node.world_ranks())}

@@ -109,6 +109,7 @@ class Backward:
                 self._waiter.wait(posted, STANDSTILL_SECONDS)
             self._advance()
             if not posted._done:
+                self._waiter.progress.posted()
                 return
 
     def __del__(self) -> None:

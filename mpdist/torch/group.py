@@ -207,7 +207,7 @@ class Group(dist.ProcessGroup):
         kind = _HostWork if not outputs or outputs[0].is_cpu else _DeviceWork
         work = kind(self._waiter, posted, outputs, finish, event)
         if not posted._done:
-            self._progress.posted()
+            self._progress.posted(is_urgent=kind is _DeviceWork or not posted.sequence)
         if is_small(outputs):
             self._kept.append(work)
         if self._gathered is not None:

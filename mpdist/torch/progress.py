@@ -2,6 +2,8 @@
 
 A synchronous call drives the Engine itself. After `async_op=True` the program computes, and a thread of ours looks:
 seldom enough to be no burden beside the computation, and not at all while some thread waits and therefore drives.
+Where the computation has all cores of a node the thread would only take turns with it: there it leaves collectives
+alone for longer, unless another rank waits.
 
 Callbacks of futures run on the thread that finds the operation complete. A callback may itself wait for another
 operation; when that happens on this thread, the next one of the chain takes over until it returns.
@@ -17,6 +19,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from mpdist.progress.engine import Engine
 
@@ -25,6 +29,11 @@ NAP_SECONDS = 50e-6
 LONG_NAP_SECONDS = 0.002
 # Whoever posts and waits at once is not to meet the thread: so long it leaves new operations alone.
 PATIENCE_SECONDS = 0.0005
+# The same of collectives where no core is free. torch's DDP of two ranks on two cores, 10 M parameters, batch 8: a step
+# took 44 ms instead of 47, and 34 without communication.
+LONG_PATIENCE_SECONDS = 0.05
+# So often it looks then whether another rank waits.
+AWAITED_NAP_SECONDS = 0.01
 # So long after the last asynchronous operation the thread stays awake: waking it costs the caller several microseconds.
 AWAKE_SECONDS = 0.02
 # A step that has moved is likely to move again at once.
@@ -41,17 +50,27 @@ class Progress:
     def __init__(self, engine: Engine) -> None:
         self.waiting: set[int] = set()
         self._engine = engine
+        self._nodes = len(set(engine.nodes))
         self._calls: deque[Callable[[], object]] = deque()
         self._first = Driver(engine, self.waiting, self._calls)
         self._active = self._first
 
-    def posted(self) -> None:
-        """An operation was posted that nobody waits for yet."""
-        if len(self._engine.active) <= 1:
-            Driver.since = monotonic()
+    def posted(self, *, is_urgent: bool = True) -> None:
+        """An operation was posted that nobody waits for yet.
+
+        Args:
+            is_urgent: False for one that all ranks compute and wait for likewise, with the same processors.
+        """
+        patience = PATIENCE_SECONDS if is_urgent or self._has_free_core() else LONG_PATIENCE_SECONDS
+        until = monotonic() + patience
+        if until < Driver.until or len(self._engine.active) <= 1:
+            Driver.until = until
         driver = self._active
         if not driver.is_awake:
             driver.wake()
+
+    def _has_free_core(self) -> bool:
+        return is_thread_worth(self._nodes, *self._engine.crowd, torch.get_num_threads())
 
     def later(self, call: Callable[[], object]) -> None:
         """Run a call on another thread: its caller holds what the call might wait for."""
@@ -110,10 +129,10 @@ class Driver:
         is_awake: it looks by itself; else it must be woken.
         is_lent: it runs callbacks, and its relief drives.
         relief: the thread that drives in its place while it runs callbacks.
-        since: when the first of the pending asynchronous operations was posted; one for all threads.
+        until: pending asynchronous operations are left alone till then; one for all threads.
     """
 
-    since = 0.0
+    until = 0.0
 
     def __init__(self, engine: Engine, waiting: set[int], calls: deque[Callable[[], object]]) -> None:
         self.is_awake = self.is_lent = False
@@ -186,12 +205,22 @@ class Driver:
                         return
                     self.is_awake = True  # posted between the look and the end
                 time.sleep(LONG_NAP_SECONDS)
-            elif monotonic() < Driver.since + PATIENCE_SECONDS:
+            elif (left := Driver.until - monotonic()) > 0 and not engine.doorbell.is_awaited():
                 last = monotonic()
-                time.sleep(PATIENCE_SECONDS)
+                time.sleep(max(PATIENCE_SECONDS, min(left, AWAITED_NAP_SECONDS)))
             else:
                 for _ in range(MOVING_LOOKS):
                     if not engine.drive():
                         break
                     last = monotonic()
                 time.sleep(max(NAP_SECONDS, engine.backoff.delay(monotonic() - last)))
+
+
+def is_thread_worth(nodes: int, ranks: int, cores: int, threads: int) -> bool:
+    """Whether a thread of its own moves messages faster than the computing threads would.
+
+    Args:
+        ranks, cores: so many have so many together.
+        threads: of each rank, that compute.
+    """
+    return nodes > 1 or cores >= ranks * (threads + 1)

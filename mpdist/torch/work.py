@@ -199,7 +199,7 @@ class Work(TorchWork):
             self._is_held = True
             backward.hold(self)
         if not self._posted._done:
-            self._waiter.progress.posted()
+            self._waiter.progress.posted(is_urgent=backward is None)  # else its end waits
         return self._future
 
     def complete(self) -> None:

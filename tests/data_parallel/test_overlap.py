@@ -7,17 +7,17 @@ import torch
 from data_parallel.pairs import assert_equal, mlp, train, wrapped
 
 from mpdist import Communicator
-from mpdist.torch.data_parallel.overlap import is_thread_worth
+from mpdist.torch.progress import is_thread_worth
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cores", "local_ranks", "threads", "expected"),
-    [(1, 2, 2, 1, False), (1, 4, 2, 1, True), (1, 16, 4, 4, False), (2, 1, 1, 1, True), (1, 1, 1, 1, False)],
+    ("nodes", "ranks", "cores", "threads", "expected"),
+    [(1, 2, 2, 1, False), (1, 2, 4, 1, True), (1, 4, 16, 4, False), (2, 1, 1, 1, True), (1, 1, 1, 1, False)],
 )
 def test_thread_is_for_a_free_core_or_a_network(
-    nodes: int, cores: int, local_ranks: int, threads: int, expected: bool
+    nodes: int, ranks: int, cores: int, threads: int, expected: bool
 ) -> None:
-    assert is_thread_worth(nodes, cores, local_ranks, threads) is expected
+    assert is_thread_worth(nodes, ranks, cores, threads) is expected
 
 
 @pytest.mark.ranks(1, 2, 3)

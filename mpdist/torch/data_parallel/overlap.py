@@ -8,7 +8,6 @@ than the hooks of backward would lose to a thread that holds the interpreter now
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpdist.algorithms.devices.joining import can_join
-from mpdist.torch.progress import Progress
+from mpdist.torch.progress import Progress, is_thread_worth
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
@@ -39,7 +38,7 @@ class Overlap:
             comm.size > 1
             and engine.is_threaded
             and (device.type == "cpu" or not can_join(comm._channel))
-            and is_thread_worth(nodes, len(os.sched_getaffinity(0)), comm.local_size, computing_threads(device))
+            and is_thread_worth(nodes, *engine.crowd, computing_threads(device))
         )
 
     def started(self) -> None:
@@ -67,8 +66,3 @@ class Overlap:
 def computing_threads(device: torch.device) -> int:
     """Threads of a rank that backward keeps busy; that of a device only queues kernels."""
     return torch.get_num_threads() if device.type == "cpu" else 1
-
-
-def is_thread_worth(nodes: int, cores: int, local_ranks: int, threads: int) -> bool:
-    """Whether a thread of its own moves messages faster than the computing threads would."""
-    return nodes > 1 or cores >= local_ranks * (threads + 1)
