@@ -36,6 +36,8 @@ LONG_PATIENCE_SECONDS = 0.05
 AWAITED_NAP_SECONDS = 0.01
 # So long after the last asynchronous operation the thread stays awake: waking it costs the caller several microseconds.
 AWAKE_SECONDS = 0.02
+# Whether any of so many listed operations is pending takes a microsecond to see.
+FEW = 8
 # A step that has moved is likely to move again at once.
 MOVING_LOOKS = 8
 
@@ -63,11 +65,16 @@ class Progress:
         """
         patience = PATIENCE_SECONDS if is_urgent or self._has_free_core() else LONG_PATIENCE_SECONDS
         until = monotonic() + patience
-        if until < Driver.until or len(self._engine.active) <= 1:
+        if until < Driver.until or self._is_alone():
             Driver.until = until
         driver = self._active
         if not driver.is_awake:
             driver.wake()
+
+    def _is_alone(self) -> bool:
+        """Whether no more than one operation is pending; what has failed may be listed for ever."""
+        active = self._engine.active
+        return len(active) <= 1 or (len(active) <= FEW and sum(not work._done for work in list(active)) <= 1)
 
     def _has_free_core(self) -> bool:
         return is_thread_worth(self._nodes, *self._engine.crowd, torch.get_num_threads())

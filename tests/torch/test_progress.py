@@ -47,7 +47,12 @@ def test_a_collective_goes_on_when_another_rank_waits(group: dist.ProcessGroup, 
 def test_a_collective_is_left_alone_while_all_compute(
     group: dist.ProcessGroup, world: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world._channel.engine.doorbell, "is_awaited", lambda: False)  # by one that has gone ahead
+    engine = world._channel.engine
+    monkeypatch.setattr(engine.doorbell, "is_awaited", lambda: False)  # by one that has gone ahead
+    monkeypatch.setattr(progress.Driver, "until", 0.0)
+    before: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    before.wait()
+    engine.active.append(before._posted)  # as what has failed is listed
     x = torch.ones(COUNTS[-1])
     work: Any = dist.all_reduce(x, async_op=True)
     time.sleep(0.2)
