@@ -49,10 +49,10 @@ def test_a_collective_is_left_alone_while_all_compute(
 ) -> None:
     engine = world._channel.engine
     monkeypatch.setattr(engine.doorbell, "is_awaited", lambda: False)  # by one that has gone ahead
-    monkeypatch.setattr(progress.Driver, "until", 0.0)
     before: Any = dist.all_reduce(torch.ones(1), async_op=True)
     before.wait()
     engine.active.append(before._posted)  # as what has failed is listed
+    monkeypatch.setattr(progress.Driver, "until", 0.0)  # which was left alone for long enough
     x = torch.ones(COUNTS[-1])
     work: Any = dist.all_reduce(x, async_op=True)
     time.sleep(0.2)
