@@ -70,17 +70,18 @@ def test_operations_follow_the_stream_that_is_current(group: dist.ProcessGroup, 
     with streams_of(device).stream(side):
         x = numbers(1000, torch.float32, group.rank())
         dist.all_reduce(x)
-    assert_same(x, total(group), "other stream")
+        assert_same(x, total(group), "other stream")
 
 
 def test_whoever_waits_is_ordered_behind_what_brings_the_result_home(group: dist.ProcessGroup, device: str) -> None:
-    side = streams_of(device).Stream()
-    with streams_of(device).stream(side):
-        x = strided(numbers(1000, torch.float32, group.rank()))
-        work = dist.all_reduce(x, async_op=True)
-    work.wait()
-    y = x * 2  # on the default stream
-    assert_same(y, 2 * total(group), "default stream")
+    for layout in (torch.clone, strided):
+        side = streams_of(device).Stream()
+        with streams_of(device).stream(side):
+            x = layout(numbers(1000, torch.float32, group.rank()))
+            work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        y = x * 2  # on the default stream
+        assert_same(y, 2 * total(group), f"default stream, {layout}")
 
 
 def test_a_work_that_is_asked_is_brought_home(group: dist.ProcessGroup) -> None:
