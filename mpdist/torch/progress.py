@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 # A nap gives the GIL away, so that the hooks of a backward run between two looks.
 NAP_SECONDS = 50e-6
-LONG_NAP_SECONDS = 0.002
+IDLE_NAP_SECONDS = 0.002
 # Whoever posts and waits at once is not to meet the thread: so long it leaves new operations alone.
 PATIENCE_SECONDS = 0.0005
 # The same of collectives where no core is free. torch's DDP of two ranks on two cores, 10 M parameters, batch 8: a step
 # took 46.5 ms instead of 51, and 34 without communication (2026-11-25).
 LONG_PATIENCE_SECONDS = 0.05
-# So often it looks then whether another rank waits.
-AWAITED_NAP_SECONDS = 0.01
+# So often it looks then whether another rank waits. Each look takes some 90 us from the computation: with one each
+# 2 ms the same step took 46.5 ms, without any 44.7 (2026-11-25).
+LONG_NAP_SECONDS = 0.01
 # So long after the last asynchronous operation the thread stays awake: waking it costs the caller several microseconds.
 AWAKE_SECONDS = 0.02
+LONG_AWAKE_SECONDS = 0.0
 # Whether any of so many listed operations is pending takes a microsecond to see.
 FEW = 8
 # A step that has moved is likely to move again at once.
@@ -63,12 +65,13 @@ class Progress:
         Args:
             is_urgent: False for one that all ranks compute and wait for likewise, with the same processors.
         """
-        patience = PATIENCE_SECONDS if is_urgent or self._has_free_core() else LONG_PATIENCE_SECONDS
-        until = monotonic() + patience
+        is_patient = not (is_urgent or self._has_free_core())
+        until = monotonic() + (LONG_PATIENCE_SECONDS if is_patient else PATIENCE_SECONDS)
         if until < Driver.until or self._is_alone():
             Driver.until = until
+            Driver.is_patient = is_patient
         driver = self._active
-        if not driver.is_awake:
+        if not driver.is_awake or (driver.is_napping and not is_patient):
             driver.wake()
 
     def _is_alone(self) -> bool:
@@ -134,15 +137,18 @@ class Driver:
 
     Attributes:
         is_awake: it looks by itself; else it must be woken.
+        is_napping: it sleeps for long between two looks, unless roused.
         is_lent: it runs callbacks, and its relief drives.
         relief: the thread that drives in its place while it runs callbacks.
-        until: pending asynchronous operations are left alone till then; one for all threads.
+        until: pending asynchronous operations are left alone till then; one for all threads, as is
+        is_patient: they are left alone for long, and there is no core for looking often.
     """
 
     until = 0.0
+    is_patient = False
 
     def __init__(self, engine: Engine, waiting: set[int], calls: deque[Callable[[], object]]) -> None:
-        self.is_awake = self.is_lent = False
+        self.is_awake = self.is_napping = self.is_lent = False
         self.thread: threading.Thread | None = None
         self.relief: Driver | None = None
         self._engine = engine
@@ -204,23 +210,34 @@ class Driver:
             self._run_calls()
             if self._waiting:
                 last = monotonic()
-                time.sleep(LONG_NAP_SECONDS)
+                self._nap(IDLE_NAP_SECONDS)
             elif engine.is_idle():
-                if monotonic() - last > AWAKE_SECONDS:
+                if monotonic() - last > (LONG_AWAKE_SECONDS if Driver.is_patient else AWAKE_SECONDS):
                     self.is_awake = False
                     if engine.is_idle() and not self._calls:
                         return
                     self.is_awake = True  # posted between the look and the end
-                time.sleep(LONG_NAP_SECONDS)
-            elif (left := Driver.until - monotonic()) > 0 and not engine.doorbell.is_awaited():
+                self._nap(IDLE_NAP_SECONDS)
+            elif monotonic() < Driver.until and not engine.doorbell.is_awaited():
                 last = monotonic()
-                time.sleep(max(PATIENCE_SECONDS, min(left, AWAITED_NAP_SECONDS)))
+                self._nap(PATIENCE_SECONDS)
             else:
                 for _ in range(MOVING_LOOKS):
                     if not engine.drive():
                         break
                     last = monotonic()
                 time.sleep(max(NAP_SECONDS, engine.backoff.delay(monotonic() - last)))
+
+    def _nap(self, seconds: float) -> None:
+        """Sleep, for longer where looking takes from what is computed, but then until roused."""
+        self.is_napping = True  # before the look at patience: whoever ends that rouses the thread only then
+        if Driver.is_patient:
+            self._work.wait(LONG_NAP_SECONDS)
+            self._work.clear()
+            self.is_napping = False
+        else:
+            self.is_napping = False
+            time.sleep(seconds)
 
 
 def is_thread_worth(nodes: int, ranks: int, cores: int, threads: int) -> bool:

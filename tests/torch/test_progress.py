@@ -69,6 +69,17 @@ def test_messages_are_not_left_alone(group: dist.ProcessGroup) -> None:
     assert room.unique().tolist() == [(rank - 1) % size]
 
 
+def test_a_message_wakes_the_thread_that_leaves_a_collective_alone(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LONG_NAP_SECONDS", 1000.0)
+    work: Any = dist.all_reduce(y := torch.ones(COUNTS[-1]), async_op=True)
+    time.sleep(0.05)  # it sleeps
+    test_messages_are_not_left_alone(group)
+    work.wait()
+    assert y.unique().tolist() == [group.size()]
+
+
 def test_a_future_outside_of_a_backward_is_not_left_alone(group: dist.ProcessGroup) -> None:
     """C++ may wait for what is made of it, where nobody drives."""
     x = torch.ones(COUNTS[-1])
