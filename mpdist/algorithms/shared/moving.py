@@ -23,7 +23,7 @@ Memory: TypeAlias = Array | Remote
 
 # What is worked on at a time is to stay in a core's cache (1 to 2 MiB): of one remote source, which is read into
 # scratch memory by calls that cost 5 us each, and of all sources together.
-BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES = 512 * 1024
 SCRATCH_BYTES = 1024 * 1024
 
 
