@@ -33,6 +33,13 @@ RANKS = 2
 # Messages that are under way at once, as the usual benchmarks of bandwidth have them; as many copies are queued beside.
 AT_A_TIME = 4
 
+# By their names: layers, width, context, batch. On a GPU the first is bound by the thread that queues its kernels.
+TRANSFORMERS = {
+    "transformer of 3.2 M parameters": (4, 256, 128, 8),
+    "transformer of 10.8 M parameters": (6, 384, 256, 8),
+    "transformer of 85 M parameters": (12, 768, 256, 4),
+}
+
 Op = Callable[[], object]
 Case = Callable[[str, float | None], Result]
 
@@ -103,7 +110,7 @@ class Bench:
             ("staged all_reduce 64 MiB / copy to the host, MPI, copy back", self.staged, 0.4),
             ("IPC all_reduce 64 MiB / staged", self.straight, 0.15),
             ("torch all_reduce 64 MiB / gloo", self.backend, 0.08),
-            ("DDP step, small transformer / torch DDP over gloo", self.data_parallel, 0.6),
+            *((f"DDP step, {name} / torch DDP over gloo", self.data_parallel, 0.6) for name in TRANSFORMERS),
             ("all_reduce 4 KiB with ordering / without", self.ordering, 1.3),
         )
         for case, make, target in table:
@@ -310,16 +317,17 @@ class Bench:
     # ------------------------------------------------------------------ training
 
     def data_parallel(self, case: str, target: float | None) -> Result:
-        from models import CASES
+        from models import Transformer, texts
         from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
         from mpdist.torch import DistributedDataParallel
 
         torch = self.torch
         torch.manual_seed(0)
-        module = CASES["transformer, batch 8"].make().to(self.device)
+        layers, width, context, batch = next(shape for name, shape in TRANSFORMERS.items() if name in case)
+        module = Transformer(layers, width, context).to(self.device)
         other = copy.deepcopy(module)
-        x, y = (each.to(self.device) for each in CASES["transformer, batch 8"].batch(self.world.rank))
+        x, y = (each.to(self.device) for each in texts(batch, context)(self.world.rank))
         model = DistributedDataParallel(module, self.world)
         others = TorchDataParallel(other, process_group=self.gloo, gradient_as_bucket_view=True)
 

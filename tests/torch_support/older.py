@@ -41,7 +41,7 @@ keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
 scales_gradients = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
 """Whether a pipeline divides gradients by the number of microbatches."""
 
-hears_of_invariants = not torch.__version__.startswith("2.12.")
+hears_of_invariants = not torch.__version__.startswith(("2.11.", "2.12."))
 """Whether a sparse tensor made with check_invariants=False comes without the warning that nothing was said."""
 
 shards_on_cpu = torch.__version__ >= "2.7" or not torch.version.cuda
