@@ -74,13 +74,12 @@ class Cuda:
         self._device: Any = cupy.cuda.Device(index)
         self._index = index
         self.present = self.active_for()
-        self._spare_events: list[Any] = []
         self._out, self._in = self.stream(), self.stream()
         self._sharing: CudaSharing | None = None
 
     def active_for(self, *others: type[Exception]) -> Present:
         """As `present`, and `others` are DeviceFailed, too."""
-        return Present(self.runtime, self._index, *self._failure, *others)
+        return Present(self._device, *self._failure, *others)
 
     def stream(self) -> Any:
         """A new stream, which waits for no other."""
@@ -106,7 +105,7 @@ class Cuda:
             if producer is None:
                 self._ask(x.owner, self._out)
                 return self.mark(self._out)
-            return OVER if self.is_idle(producer) else self._mark(self._reached(producer))
+            return OVER if self.is_idle(producer) else CudaMark(self._reached(producer), self.runtime)
 
     def is_idle(self, stream: int) -> bool:
         """Whether all is over that was queued in a stream; in the legacy default one also what that waits for.
@@ -123,10 +122,7 @@ class Cuda:
 
     def _reached(self, stream: int) -> Any:
         """An event at the present end of a stream."""
-        try:
-            event = self._spare_events.pop()
-        except IndexError:
-            event = self.cuda.Event(block=True, disable_timing=True)
+        event = self._event()
         self.runtime.eventRecord(event.ptr, stream)
         return event
 
@@ -193,13 +189,15 @@ class Cuda:
             with self.present:
                 self.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
+    def _event(self) -> Any:
+        return self.cuda.Event(block=True, disable_timing=True)
+
     def mark(self, stream: Any) -> CudaMark:
         """All that is queued in a stream so far."""
         with self.present:
-            return self._mark(self._reached(stream.ptr))
-
-    def _mark(self, event: Any) -> CudaMark:
-        return CudaMark(event, self.runtime, self._spare_events)
+            event = self._event()
+            event.record(stream)
+        return CudaMark(event, self.runtime)
 
     def sharing(self) -> CudaSharing:
         """See Accelerator."""
@@ -211,7 +209,9 @@ class Cuda:
         """An event after which copies to the device may begin, as far as they have been told to wait; None: now."""
         if _is_over(self.runtime, self.runtime.streamQuery(self._in.ptr)):
             return None
-        return self._reached(self._in.ptr)
+        event = self._event()
+        event.record(self._in)
+        return event
 
     def pin(self, memory: Array) -> bool:
         """See Accelerator."""
@@ -230,25 +230,21 @@ class Cuda:
 
 
 class CudaMark:
-    """A recorded event, which is spare when nobody holds the mark any more."""
+    """A recorded event."""
 
-    __slots__ = ("_event", "_runtime", "_spare")
+    __slots__ = ("_event", "_failures", "_runtime")
 
-    def __init__(self, event: Any, runtime: Any, spare: list[Any]) -> None:
-        """Take CuPy's event and runtime, and where spare events are kept."""
+    def __init__(self, event: Any, runtime: Any) -> None:
         self._event = event
         self._runtime = runtime
-        self._spare = spare
-
-    def __del__(self) -> None:
-        self._spare.append(self._event)
+        self._failures = failures(runtime.CUDARuntimeError)
 
     def Test(self) -> bool:
-        with failures(self._runtime.CUDARuntimeError):  # Event.done takes an error for "not yet"
+        with self._failures:  # Event.done takes an error for "not yet"
             return _is_over(self._runtime, self._runtime.eventQuery(self._event.ptr))
 
     def wait(self) -> None:
-        with failures(self._runtime.CUDARuntimeError):
+        with self._failures:
             self._event.synchronize()
 
 

@@ -30,7 +30,6 @@ class Recorded:
         self.is_busy = True
         self.streams = itertools.cycle((OUT, IN))
         self.events = 0
-        self.present = 0
 
     def module(self) -> ModuleType:
         runtime = SimpleNamespace(
@@ -46,8 +45,6 @@ class Recorded:
             streamQuery=lambda stream: 600 if self.is_busy else 0,
             getDeviceProperties=lambda index: {"name": f"GPU {index}".encode()},
             driverGetVersion=lambda: 12080,
-            getDevice=lambda: self.present,
-            setDevice=self._set_device,
         )
         cupy = ModuleType("cupy")
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -59,9 +56,6 @@ class Recorded:
         cupy.RawKernel = None  # type: ignore[attr-defined]
         return cupy
 
-    def _set_device(self, index: int) -> None:
-        self.present = index
-
     def _refuse(self, *_: object) -> None:
         raise RuntimeError("not allowed")
 
@@ -72,7 +66,8 @@ class Recorded:
 
     def _event(self, **_: bool) -> Any:
         self.events += 1
-        return SimpleNamespace(ptr=self.events)
+        number = self.events
+        return SimpleNamespace(ptr=number, record=lambda stream: self.calls.append(("record", number, stream.ptr)))
 
 
 class Nothing:
@@ -193,37 +188,14 @@ def test_copies_go_by_streams_of_their_own_and_are_marked(cupy: Recorded) -> Non
     host = np.zeros(8, np.uint8)
     address = host.__array_interface__["data"][0]
     gpu, x = Cuda(0), as_buffer(Array())
-    marks = [gpu.copy_out(x, 4, host), gpu.copy_in(host, x, 8)]
-    assert all(mark.Test() for mark in marks)
+    assert gpu.copy_out(x, 4, host).Test()
+    gpu.copy_in(host, x, 8)
     assert cupy.calls == [
         ("copy", address, 4100, 8, 2, OUT),
         ("record", 1, OUT),
         ("rows", 4104, 4, address, 4, 4, 2, 1, IN),
         ("record", 2, IN),
     ]
-
-
-def test_the_event_of_a_mark_that_nobody_holds_serves_the_next(cupy: Recorded) -> None:
-    gpu, buffer = Cuda(0), as_buffer(CupyArray())
-    first, second = gpu.ready(buffer), gpu.ready(buffer)
-    del first
-    third = gpu.ready(buffer)
-    assert cupy.calls == [("record", event, CURRENT) for event in (1, 2, 1)]
-    assert second is not third
-
-
-def test_a_device_is_present_while_it_is_asked_and_the_threads_own_again_afterwards(cupy: Recorded) -> None:
-    one, two = Cuda(1), Cuda(2)
-    cupy.present = 7
-    with one.present:
-        assert cupy.present == 1
-        with two.present, two.present:
-            assert cupy.present == 2
-        assert cupy.present == 1
-        with pytest.raises(DeviceFailed), two.present:
-            raise RuntimeError("gone")
-        assert cupy.present == 1
-    assert cupy.present == 7
 
 
 @pytest.mark.parametrize(("nbytes", "way"), [(8, "rows"), (7, "copy"), (2**15 - 2, "rows"), (2**15, "copy")])

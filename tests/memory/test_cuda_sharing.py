@@ -42,7 +42,6 @@ class Recorded:
         for name in names:
             setattr(runtime, name, self._call(name, answers.get(name)))
         runtime.streamQuery = lambda stream: 600 if self.is_busy else 0
-        runtime.getDevice = lambda: 0
         cupy = ModuleType("cupy")
         cupy.RawKernel = self._kernel  # type: ignore[attr-defined]
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -67,7 +66,11 @@ class Recorded:
 
     def _event(self, *, block: bool = False, disable_timing: bool, interprocess: bool = False) -> Any:
         assert disable_timing  # else it could not be shared
-        return SimpleNamespace(ptr=next(self.events), interprocess=interprocess)
+        number = next(self.events)
+        return SimpleNamespace(
+            ptr=number, interprocess=interprocess,
+            record=lambda stream: self.calls.append(("eventRecord", number, stream.ptr)),
+        )  # fmt: skip
 
     def _kernel(self, code: str, name: str, options: tuple[str, ...] = ()) -> Any:
         self.calls.append(("RawKernel", code, name, options))
