@@ -6,7 +6,7 @@ each step and allocates them in the next, so the kernel clears the same pages ag
 and again: a third of a step of 30 ms, or nothing, as the blocks happen to lie.
 
 NumPy asks for huge pages for its large arrays, torch does not for its tensors. On
-pages of 4 KiB the kernel takes half as long again to copy from process to process.
+pages of 4 KiB the kernel takes a third longer to copy from process to process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LARGEST_BYTES = 32 * 1024**2
 # mallopt takes an int.
 MOST_BYTES = 2**31 - 1
 HUGE_PAGE_BYTES = 2 * 1024**2
-# glibc gives everything at the heap's end back once more is free than is to be kept. What is set aside is free from the
-# start, and so may be some of what lies before it.
+# glibc gives all that is free at the heap's end back once that is more than is to be kept. What is set aside is free from
+# the start, and what lies before it may become free, too.
 _SLACK_BYTES = 4 * LARGEST_BYTES
-# The heap grows when a block does not fit into what is free at its end: 64 MiB at the most.
+# The heap grows when a block doesn't fit into what is free at its end. By itself glibc keeps at most 64 MiB free there.
 _MOST_BLOCKS = 3
 
 
