@@ -10,7 +10,8 @@ two ways; bench/caches.py shows why now the one and now the other is faster.
 With --places: smaller arrays through slots, always where a slot begins, by turns in
 many places, and where it is chosen (mpdist/algorithms/shared/spread.py).
 
-With --torch: arrays in memory of torch, on pages of 4 KiB; large ones of NumPy are on huge pages.
+With --torch: arrays in memory of torch, up to 32 MiB on huge pages (mpdist/memory/heap.py), as all large ones of NumPy;
+with MPDIST_KEEP_MEMORY=0 on pages of 4 KiB.
 
 With --crowd: all_reduce of 4 ranks, through shared memory, by MPI's own call as mpdist makes it, and as it is
 chosen; to be run where there are fewer cores, several times: which is faster depends on the minute.
@@ -35,6 +36,7 @@ from measure import is_rank, launch, mpi_name  # beside this script
 import mpdist
 from mpdist.algorithms.choose import Algorithm, Thresholds
 from mpdist.algorithms.shared.spread import Spread
+from mpdist.memory.heap import keep_freed
 
 KIB = 1024
 SIZES = (512 * KIB, 1024 * KIB, 2048 * KIB, 4096 * KIB, 8192 * KIB, 16384 * KIB, 65536 * KIB)
@@ -130,6 +132,8 @@ def arrays_of(count: int, in_torch: bool) -> Arrays:
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
+    if options.torch:
+        keep_freed(world._channel.engine.keep_memory * 1024**2)
     sizes = SMALL_SIZES if options.places else CROWD_SIZES if options.crowd else SIZES
     if options.crowd:
         comms = {

@@ -124,8 +124,8 @@ class Config:
     as_mpi: bool = False
     """Let torch.distributed.is_mpi_available() say yes: frameworks that ask it take mpdist, which "mpi" means."""
     keep_memory: int = 1024
-    """MiB of freed memory that a process keeps once it trains, for its next step, and that lie on huge pages (glibc); 0: as
-    the C library does."""
+    """MiB of freed memory that a process keeps for its next step once it trains, on huge pages; 0: leave that to the
+    C library. With glibc only."""
     cuda_aware: Operations = "auto"
     """Give MPI the memory of GPUs: auto: where it says that it takes it and a trial confirms it; 0: never; 1: where it
     is not known to crash; probe: where a trial confirms it, whatever it says; or just for the operations listed."""

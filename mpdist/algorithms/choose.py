@@ -59,9 +59,6 @@ SHARED_FROM: dict[str, dict[str, int]] = {
         "all_to_all": BUSY_BYTES,
     },
 }
-# Of two ranks whose arrays lie on pages of 4 KiB, which the kernel copies slowly from process to process for MPI, see
-# shared/either.py; by bench/ways.py --torch.
-SMALL_PAGES_FROM: dict[str, int] = {"all_gather": 1024 * KIB, "all_to_all": 2 * 1024 * KIB}
 # Between nodes the link decides: each byte crosses it once instead of once for each rank. Between 2 hosts with 2 ranks
 # each MPI's own call takes a third to three quarters of the time at 64 KiB, and mostly more at 256 KiB.
 HIERARCHICAL_FROM: dict[str, int] = {
@@ -92,19 +89,16 @@ class Layout:
         size: number of ranks.
         nodes: number of nodes that they are on.
         is_sharing: whether the ranks of each node can share memory.
-        is_on_small_pages: whether large arrays of all ranks lie on pages of 4 KiB, as torch's do; NumPy asks for huge
-            ones.
     """
 
     size: int
     nodes: int
     is_sharing: bool
-    is_on_small_pages: bool = False
 
     @classmethod
-    def of(cls, nodes: Sequence[int], is_sharing: bool, is_on_small_pages: bool = False) -> Layout:
+    def of(cls, nodes: Sequence[int], is_sharing: bool) -> Layout:
         """`nodes` says for each rank which node it is on."""
-        return cls(len(nodes), len(set(nodes)), is_sharing, is_on_small_pages)
+        return cls(len(nodes), len(set(nodes)), is_sharing)
 
 
 @dataclass(frozen=True)
@@ -115,14 +109,12 @@ class Thresholds:
         forced: the only algorithm to be used where it exists; None: by size.
         is_given_devices: whether MPI may be given the memory of GPUs, by its own calls; then one rank on each node
             leaves everything to them.
-        on_small_pages: of two ranks on one node whose arrays lie on small pages, in the place of `shared`.
     """
 
     shared: Mapping[str, int] = field(default_factory=dict)
     hierarchical: Mapping[str, int] = field(default_factory=dict)
     forced: Algorithm | None = None
     is_given_devices: bool = False
-    on_small_pages: Mapping[str, int] = field(default_factory=dict)
 
 
 def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algorithm:
@@ -147,8 +139,6 @@ def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algori
     if thresholds.forced is not None:
         return 0, algorithm
     table = thresholds.shared if algorithm is Algorithm.SHARED else thresholds.hierarchical
-    if layout.is_on_small_pages and layout.size == 2 and op in thresholds.on_small_pages:
-        table = thresholds.on_small_pages
     return (table[op], algorithm) if op in table else None
 
 
@@ -167,12 +157,10 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
     """
     measured = _measured(Path(path), mpi, ranks, cores) if path else _measured_here(mpi, ranks, cores)
     known = built_in(mpi)
-    of_two = measured.get("shared", {}) if ranks == 2 else {}
     return Thresholds(
         {op: min(nbytes, BUSY_BYTES) for op, nbytes in {**known["shared"], **measured.get("shared", {})}.items()},
         {**known["hierarchical"], **measured.get("hierarchical", {})},
         None if forced == "auto" else Algorithm(forced),
-        on_small_pages={op: nbytes for op, nbytes in SMALL_PAGES_FROM.items() if op not in of_two},
     )
 
 

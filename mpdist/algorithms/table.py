@@ -31,16 +31,13 @@ def ordered_algorithms(engine: Engine, ranks: Sequence[int]) -> ModuleType:
     return in_order if layout.nodes == 1 and layout.is_sharing else ordered
 
 
-def large_algorithms(
-    engine: Engine, ranks: Sequence[int], is_on_small_pages: bool = False
-) -> tuple[ModuleType, Mapping[str, int]]:
+def large_algorithms(engine: Engine, ranks: Sequence[int]) -> tuple[ModuleType, Mapping[str, int]]:
     """The programs that take the place of MPI's own calls on a communicator, and from how many bytes on.
 
     Args:
         ranks: its members in the world.
-        is_on_small_pages: as of Layout.
     """
-    layout = Layout.of([engine.nodes[rank] for rank in ranks], engine.is_sharing, is_on_small_pages)
+    layout = Layout.of([engine.nodes[rank] for rank in ranks], engine.is_sharing)
     thresholds = engine.thresholds if isinstance(engine.thresholds, Thresholds) else Thresholds()
     found = {op: starts(op, layout, thresholds) for op in OPERATIONS}
     algorithm = next((start[1] for start in found.values() if start is not None), Algorithm.SHARED)

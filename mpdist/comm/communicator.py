@@ -76,10 +76,6 @@ class Communicator(Objects, Collectives, Groups):
         self._making: Joined | None = None
         _alive[name] = self
 
-    def _expect_small_pages(self) -> None:
-        """From now on large arrays lie on pages of 4 KiB, on all ranks alike."""
-        self._large, self._large_from = large_algorithms(self._channel.engine, self.ranks, is_on_small_pages=True)
-
     @classmethod
     def from_mpi4py(cls, comm: object, name: str = "mpi4py") -> Communicator:
         """A communicator over the ranks of an mpi4py intracommunicator.

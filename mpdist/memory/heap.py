@@ -27,8 +27,8 @@ LARGEST_BYTES = 32 * 1024**2
 # mallopt takes an int.
 MOST_BYTES = 2**31 - 1
 HUGE_PAGE_BYTES = 2 * 1024**2
-# glibc gives all that is free at the heap's end back once that is more than is to be kept. What is set aside is free from
-# the start, and what lies before it may become free, too.
+# glibc gives all that is free at the heap's end back once that is more than is to be kept. What is set aside is free
+# from the start, and what lies before it may become free, too.
 _SLACK_BYTES = 4 * LARGEST_BYTES
 # The heap grows when a block doesn't fit into what is free at its end. By itself glibc keeps at most 64 MiB free there.
 _MOST_BLOCKS = 3

@@ -14,7 +14,6 @@ from mpdist.algorithms.choose import (
     HIERARCHICAL_FROM,
     OPERATIONS,
     SHARED_FROM,
-    SMALL_PAGES_FROM,
     SPREAD_FROM,
     Algorithm,
     Layout,
@@ -58,21 +57,6 @@ def test_a_layout_counts_ranks_and_nodes() -> None:
 )
 def test_size_and_layout_choose(layout: Layout, nbytes: int, algorithm: Algorithm) -> None:
     assert choose("all_reduce", nbytes, layout, TABLE) is algorithm
-
-
-def test_two_ranks_of_a_node_have_sizes_of_their_own_for_arrays_on_small_pages() -> None:
-    thresholds = Thresholds({"all_reduce": 1000, "all_to_all": 5000}, on_small_pages={"all_to_all": 2000})
-
-    def start(op: str, size: int, nodes: int, is_on_small_pages: bool = True) -> object:
-        return starts(op, Layout(size, nodes, True, is_on_small_pages), thresholds)
-
-    assert start("all_to_all", 2, 1) == (2000, Algorithm.SHARED)
-    assert start("all_to_all", 2, 1, is_on_small_pages=False) == (5000, Algorithm.SHARED)
-    assert start("all_reduce", 2, 1) == (1000, Algorithm.SHARED)
-    assert start("all_to_all", 4, 1) == (5000, Algorithm.SHARED)
-    assert start("all_to_all", 2, 2) is None
-    native = Thresholds(thresholds.shared, {}, Algorithm.NATIVE, on_small_pages=thresholds.on_small_pages)
-    assert starts("all_to_all", Layout(2, 1, True, True), native) is None
 
 
 def test_operations_without_a_threshold_take_mpis_call() -> None:
@@ -141,7 +125,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_without_a_file_the_built_in_table_holds(mpi: str) -> None:
     found = read_thresholds("auto", "", mpi, 2, 2)
-    assert found == Thresholds(SHARED_FROM[mpi], HIERARCHICAL_FROM, on_small_pages=SMALL_PAGES_FROM)
+    assert found == Thresholds(SHARED_FROM[mpi], HIERARCHICAL_FROM)
     assert set(found.shared) == set(OPERATIONS)
 
 
@@ -166,15 +150,6 @@ def test_a_measured_table_replaces_what_it_has(tmp_path: Path) -> None:
     found = read_thresholds("auto", path, "mpich", 2, 2)
     assert found.shared == SHARED_FROM["mpich"] | {"all_reduce": 77, "gather": 99}
     assert found.hierarchical == HIERARCHICAL_FROM | {"all_reduce": 88}
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_measured_with_two_ranks_counts_for_them(tmp_path: Path, ranks: int) -> None:
-    path = write(tmp_path / "t.json", table("mpich", ranks, 4, all_to_all={"shared_from": 77}))
-    found = read_thresholds("auto", path, "mpich", ranks, 4)
-    assert found.shared["all_to_all"] == 77
-    known = {"all_gather": SMALL_PAGES_FROM["all_gather"]} if ranks == 2 else SMALL_PAGES_FROM
-    assert found.on_small_pages == known
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

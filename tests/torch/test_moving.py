@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from algorithms.forcing import CHOSEN, replaced
+from algorithms.forcing import CHANGING, CHOSEN, Way, replaced
 from torch_support.values import MOVABLE, assert_same, everyone, joined, numbers, strided
 
 import mpdist
@@ -49,26 +48,27 @@ def test_all_gather(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("by_turns", [False, True], ids=["chosen", "by turns"])
-def test_large_moves_by_any_way(group: dist.ProcessGroup, dtype: torch.dtype, by_turns: bool) -> None:
-    """As large as is not MPI's call any more for two ranks; their private memory goes one way and the other."""
+@pytest.mark.parametrize("way", [CHOSEN, CHANGING], ids=str)
+def test_large_moves_by_any_way(group: dist.ProcessGroup, dtype: torch.dtype, way: Way) -> None:
+    """As large as takes several rounds through shared memory, where that of two ranks goes one way and the other."""
     size, rank = group.size(), group.rank()
     count = 5 * 1024**2 // dtype.itemsize // size * size
-    way = replace(CHOSEN, changes=by_turns)
     with replaced(mpdist.init(), way):
+        made = dist.new_group()
         for step in range(4):
             x = numbers((count,), dtype, 10 * step + rank)
             everybody = [numbers((count,), dtype, 10 * step + other) for other in range(size)]
             whole = torch.zeros(size * count, dtype=dtype)
-            dist.all_gather_into_tensor(whole, x)
+            dist.all_gather_into_tensor(whole, x, made)
             assert_same(whole, joined(everybody), step)
             out = torch.zeros(count, dtype=dtype)
-            work = dist.all_to_all_single(out, x, async_op=step % 2 == 1)
+            work = dist.all_to_all_single(out, x, group=made, async_op=step % 2 == 1)
             if work is not None:
                 work.wait()
             assert_same(out, joined([each.chunk(size)[rank] for each in everybody]), step)
-            dist.broadcast(x, step % size)
+            dist.broadcast(x, step % size, made)
             assert_same(x, everybody[step % size], step)
+        dist.destroy_process_group(made)
 
 
 @pytest.mark.parametrize("dtype", MOVABLE, ids=str)

@@ -10,7 +10,7 @@ longer to add than to move, so of these each reduces a slice.
 
 Straight the kernel copies from one process to the other, once instead of twice;
 for that it looks up each page, of which there are many where memory is not on
-huge ones, as that of torch.
+huge ones.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Memory: TypeAlias = Array | Remote
 
-# What is worked on at a time is to stay in a core's cache (1 to 2 MiB): of one remote source, which is read into scratch
-# memory, and of all sources together. The larger, the fewer calls of the kernel; from 1 MiB on turns get long.
+# What is worked on at a time is to stay in a core's cache (1 to 2 MiB): of one remote source, which is read into
+# scratch memory, and of all sources together. Larger ones take fewer calls of the kernel, but longer turns.
 BLOCK_BYTES = 512 * 1024
 SCRATCH_BYTES = 1024 * 1024
 
