@@ -162,6 +162,10 @@ class _MayFail(torch.futures.Future):  # type: ignore[type-arg]  # generic at ru
 
     _error: BaseException | None = None
 
+    def __init__(self, devices: list[int | str | torch.device]) -> None:
+        super().__init__(devices=devices)
+        self._devices = devices
+
     def set_exception(self, result: BaseException) -> None:
         """Fail."""
         self._error = result
@@ -187,8 +191,12 @@ class Future(_MayFail):
     """A Future whose `wait` drives: it may be called in a callback, on the thread that would drive otherwise."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__(devices=devices_of(work._outputs))
-        self._work: Work = work
+        super().__init__(devices_of(work._outputs))
+        self._work: Work | None = work
+
+    def let_go(self) -> None:
+        """Leave the operation, which is done and has this Future: else the garbage collector is to free both."""
+        self._work = None
 
     def wait(self) -> Any:
         """The result, or what went wrong."""
@@ -197,19 +205,23 @@ class Future(_MayFail):
 
     def done(self) -> bool:
         """Whether the result is there; looks once."""
-        if self._work.is_completed():
-            self._work.complete()
+        work = self._work
+        if work is not None and work.is_completed():
+            work.complete()
         return super().done()
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """The Future of what the callback makes of this one."""
-        if not self._work._is_held or super().done():
+        work = self._work
+        if work is None or not work._is_held or super().done():
             return super().then(callback)
         return _Then(self, callback)
 
     def _complete(self) -> None:
         """Wait for the operation, then be complete, in this thread, also in a backward."""
         work = self._work
+        if work is None:
+            return
         if not work._posted._done:
             work._waiter.wait(work._posted)
         if work._is_held:
@@ -220,8 +232,7 @@ class _Then(_MayFail):
     """What a callback makes of a Future that completes after a backward, or when it is waited for in it."""
 
     def __init__(self, before: Future | _Then, callback: Callable[[Any], Any]) -> None:
-        self._work: Work = before._work
-        super().__init__(devices=devices_of(self._work._outputs))
+        super().__init__(before._devices)
         self._before = before
         self._complete: Callable[[], None] = before._complete
 

@@ -209,6 +209,7 @@ class Work(TorchWork):
             if future is None or self._is_complete:
                 return
             self._is_complete = True
+        future.let_go()
         error = self._posted._error
         if error is None:
             try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -211,6 +213,38 @@ def test_a_result_that_cannot_be_brought_to_its_place_fails_the_future(group: di
     work._finish, work._finishing = bring, threading.Lock()
     with pytest.raises(_Failed, match="no place"):
         work.get_future().wait()
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["outside", "in a backward"])
+def test_tensors_are_freed_without_the_garbage_collector(group: dist.ProcessGroup, is_backward: bool) -> None:
+    """As a hook that compresses has them; some 20 MB of each step stayed till garbage was collected."""
+    tensors: list[weakref.ref[Tensor]] = []
+    futures: list[Any] = []
+
+    def post(layer: int) -> None:
+        x = torch.full((5000,), float(group.rank() + layer))  # of works with smaller ones a group keeps some
+        tensors.append(weakref.ref(x))
+        time.sleep(0.003 * group.rank())  # the others wait for it
+        future = dist.all_reduce(x, async_op=True).get_future()
+        futures.extend((future, future.then(lambda done: done.value()[0].sum().item())))
+
+    gc.collect()
+    gc.disable()
+    try:
+        if is_backward:
+            backward(post)
+        else:
+            for layer in range(LAYERS):
+                post(layer)
+        assert [each.wait() for each in futures[1::2]] == [5000 * total(group, layer) for layer in range(LAYERS)]
+        futures.clear()
+        end = time.monotonic() + 5
+        while any(tensor() is not None for tensor in tensors) and time.monotonic() < end:
+            time.sleep(0.001)  # another thread may have found it done, and still look
+        assert [tensor() for tensor in tensors] == [None] * LAYERS
+    finally:
+        gc.enable()
+    dist.barrier()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
