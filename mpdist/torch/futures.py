@@ -2,7 +2,8 @@
 
 Callbacks of Futures post collectives of their own, as PowerSGD's do. Outside of a backward a Future completes when its
 operation is found done, at another moment on each rank. Those of one backward complete at its end, in the order in
-which they were asked for; so what their callbacks post is in one order on all ranks.
+which they were asked for, or where the program waits for one; so what their callbacks post is in one order on all
+ranks.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ class Work(TorchWork):
         self._future: Future | None = None
         self._is_complete = False
         self._is_held = False
+        self._was_waited_for = False
         if finish is not None:
             self._finishing = threading.Lock()
             self._finish_when_done()
@@ -122,6 +123,9 @@ class Work(TorchWork):
             raise translated(posted._seen_error())
         if self._finish is not None:
             self._finish_once()
+        self._was_waited_for = True
+        if self._is_held:
+            self.complete()
         return True
 
     def __await__(self) -> Generator[Any, None, list[Tensor]]:
@@ -192,7 +196,8 @@ class Work(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = Future(self)
-        backward = running_backward(self._waiter)
+        # Who has waited for it comes here in the same order on all ranks.
+        backward = None if self._was_waited_for else running_backward(self._waiter)
         if backward is None:
             when_done(self._posted, lambda _: self.complete())
         else:

@@ -119,6 +119,21 @@ def test_a_hook_may_wait_for_its_future_and_what_becomes_of_it(group: dist.Proce
     assert found == [total(group, layer) for layer in range(1, LAYERS)]
 
 
+def test_a_work_that_was_waited_for_in_a_backward_has_its_future_at_once(group: dist.ProcessGroup) -> None:
+    """As stock DDP's join reads how many ranks still train."""
+    found: list[float] = []
+
+    def post(layer: int) -> None:
+        work = dist.all_reduce(numbers(group, layer, 0), async_op=True)
+        if layer % 2:  # asked for before, and held back until then
+            work.get_future()
+        work.wait()
+        found.append(float(work.get_future().value()[0][0]))
+
+    backward(post)
+    assert found == [total(group, layer) for layer in range(LAYERS)]
+
+
 def test_a_callback_that_raises_is_its_own_future_s_error(group: dist.ProcessGroup) -> None:
     futures: list[Any] = []
 

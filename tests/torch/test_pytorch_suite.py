@@ -27,6 +27,7 @@ ALWAYS = (
     "test_all_reduce_sum_async",
     "test_all_to_all_single_unequal_split",
     "test_barrier_group",
+    "test_ddp_grad_div_uneven_inputs",
     "test_ddp_static_graph_nested_types",
     "test_DistributedDataParallelCPU",
     "test_irecv",

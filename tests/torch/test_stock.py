@@ -139,12 +139,19 @@ def test_ddp_accumulates_without_communication(group: dist.ProcessGroup) -> None
         torch.testing.assert_close(got.grad, want.grad)
 
 
-def test_ddp_with_uneven_inputs(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("by_all", [True, False], ids=["by all ranks", "by those that train"])
+def test_ddp_with_uneven_inputs(group: dist.ProcessGroup, by_all: bool) -> None:
     net = nn.Linear(6, 2)
     model = DistributedDataParallel(net)
-    with model.join():
-        for step in range(1 + 2 * group.rank()):
+    steps = [1 + 2 * rank for rank in range(group.size())]
+    with model.join(divide_by_initial_world_size=by_all):
+        for step in range(steps[group.rank()]):
+            model.zero_grad()
             model(batch(group.rank(), step)).sum().backward()
+            active = [rank for rank in range(group.size()) if step < steps[rank]]
+            total = torch.stack([batch(rank, step).sum(0) for rank in active]).sum(0)
+            assert net.weight.grad is not None
+            torch.testing.assert_close(net.weight.grad[0], total / (group.size() if by_all else len(active)))
     gathered = [torch.zeros_like(net.weight) for _ in range(group.size())]
     dist.all_gather(gathered, net.weight.detach())
     assert all(torch.equal(each, gathered[0]) for each in gathered)
