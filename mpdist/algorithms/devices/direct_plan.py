@@ -48,7 +48,7 @@ class AllReduce(_Direct):
             yield from self.move(At(Where.OUT, low, member), At(Where.OUT, low, self.rank), high - low)
 
     @property
-    def _cuts(self) -> list[int]:
+    def _cuts(self) -> tuple[int, ...]:
         return cuts(self.count, self.size, self.size)
 
 

@@ -196,7 +196,7 @@ class AllReduce(Even):
             low, high = at[member], at[member + 1]
             yield from self.move(At(Where.RESULT, 0, member), At(Where.OUT, start + low, self.rank), high - low)
 
-    def _cuts(self, place: int) -> tuple[int, list[int]]:
+    def _cuts(self, place: int) -> tuple[int, tuple[int, ...]]:
         start, end = self.span(place)
         return start, cuts(end - start, self.size, self.size)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.moving import Folding, copy
-from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, factors_of, words_of
+from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, folder_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
@@ -156,13 +156,14 @@ class Meeting:
         mine = slice(at[team.rank], at[team.rank + 1])
         inputs = self.memory(x, x.count)
         inputs[team.rank] = x.array()
-        outputs = inputs
-        if out is not x or team.facts(OUT_AT) != team.facts(X_AT):
-            outputs = self.memory(x, x.count, OUT_AT)
-        if out is not None:
-            outputs[team.rank] = out.array()
         sources = [self.there(each)[mine] for each in inputs]
-        places = [self.there(outputs[member])[mine] for member in receivers]
+        if out is x and team.facts(OUT_AT) == team.facts(X_AT):
+            places = [sources[member] for member in receivers]
+        else:
+            outputs = self.memory(x, x.count, OUT_AT)
+            if out is not None:
+                outputs[team.rank] = out.array()
+            places = [self.there(outputs[member])[mine] for member in receivers]
         yield from self.fold(folder, sources, places)
 
     def reduce_rows(self, x: Buffer, columns: int, folder: Folder, mine: Sequence[tuple[int, Array]]) -> Steps[None]:
@@ -267,7 +268,7 @@ def reduce(
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:
-            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
+            folder = folder_of(team, op, x.element, terms)
             yield from meeting.reduce_slice(x, out, folder, receivers)
     yield from meeting.end()
 
@@ -291,6 +292,6 @@ def reduce_scatter(
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:
-            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
+            folder = folder_of(team, op, x.element, terms)
             yield from meeting.reduce_rows(x, columns, folder, mine)
     yield from meeting.end()

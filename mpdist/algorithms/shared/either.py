@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpdist.algorithms.shared.calls import OF_HALVES
 from mpdist.algorithms.shared.direct import Kept, Meeting
 from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
-from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, factors_of, words_of
+from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, folder_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN, SLOT_BYTES
 from mpdist.memory import Folder
 from mpdist.memory.elements import Array
@@ -58,7 +58,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     meeting = Meeting(team, OF_HALVES if x.element.is_half else "all_reduce", x.nbytes, x, out)
 
     def folder() -> Folder:
-        return Folder(op, x.element, terms, factors_of(team, op, x.element))
+        return folder_of(team, op, x.element, terms)
 
     def straight() -> Steps[None]:
         return meeting.reduce_slice(x, out, folder(), range(team.size))
@@ -91,7 +91,7 @@ def reduce_scatter(
     meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
 
     def folder() -> Folder:
-        return Folder(op, x.element, terms, factors_of(team, op, x.element))
+        return folder_of(team, op, x.element, terms)
 
     def takes() -> list[Take]:
         return [reducing(team, folder(), rows[row], out)]

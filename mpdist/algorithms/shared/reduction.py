@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from mpdist.memory.ops import Factor
     from mpdist.progress.collective import Steps
 
+# So many sizes and reductions are kept as what was made of them, which takes 1 to 3 us each.
+KNOWN_CALLS = 256
+
 # Slices begin at multiples of so many elements: no two members write into one line of a cache.
 _STEP = 64
 
@@ -39,10 +43,11 @@ X_AT, OUT_AT, FACTOR = 0, 1, 2  # a factor is two words
 PACE = FACTOR + 2
 
 
-def cuts(count: int, parts: int, members: int) -> list[int]:
+@lru_cache(KNOWN_CALLS)
+def cuts(count: int, parts: int, members: int) -> tuple[int, ...]:
     """Where the slices of the first `parts` members begin, and the end; the slices of the others are empty."""
     width = -(-count // parts // _STEP) * _STEP
-    return [min(part * width, count) for part in range(parts)] + [count] * (members + 1 - parts)
+    return *(min(part * width, count) for part in range(parts)), *[count] * (members + 1 - parts)
 
 
 class Reducing:
@@ -111,7 +116,7 @@ class Reducing:
         self._inputs[team.rank] = self.x
         if self.out_place != PRIVATE:
             self._outputs[team.rank] = self.out
-        self.folder = Folder(self.op, self.element, self.terms, factors_of(team, self.op, self.element))
+        self.folder = folder_of(team, self.op, self.element, self.terms)
 
     def _memory(self, member: int, place: int) -> Memory | None:
         return self.team.memory(member, place, self.count, self.element)
@@ -286,7 +291,7 @@ def reduce_scatter(
         if folder is None:
             team.check_fit(range(team.size))
             shown.look_up(range(team.size))
-            folder = Folder(op, x.element, terms, factors_of(team, op, x.element))
+            folder = folder_of(team, op, x.element, terms)
         start, end = shown.span(place)
         for row, target in mine:
             fold(folder, [shown.part(member, row, place, number) for member in range(team.size)], [target[start:end]])
@@ -307,9 +312,14 @@ def words_of(op: ReduceOp, element: Element) -> tuple[int, int]:
     return _bits(factor.real), _bits(factor.imag)
 
 
-def factors_of(team: Team, op: ReduceOp, element: Element) -> list[Factor] | None:
-    """Every member's factor of premul_sum, in the order of ranks."""
-    return factors_in(team.facts(FACTOR), team.facts(FACTOR + 1), op, element)
+def folder_of(team: Team, op: ReduceOp, element: Element, terms: int | None) -> Folder:
+    """What reduces slices of all members; for premul_sum with the factors that they have told."""
+    if op.factor is None:
+        return _known_folder(op, element, terms)
+    return Folder(op, element, terms, factors_in(team.facts(FACTOR), team.facts(FACTOR + 1), op, element))
+
+
+_known_folder = lru_cache(KNOWN_CALLS)(Folder)
 
 
 def factors_in(first: Sequence[int], second: Sequence[int], op: ReduceOp, element: Element) -> list[Factor] | None:
