@@ -99,3 +99,12 @@ def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytes
         else:
             machine.write(place, 65536)
     assert is_wide(machine.write(place, 65536))
+
+
+def test_it_tells_when_it_tries_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, place = Machine(monkeypatch, 4 * MIB, 4), made()
+    tried = []
+    for _ in range(2 * CYCLE):
+        machine.write(place, 65536)
+        tried.append(place.is_trying)
+    assert tried == 2 * ([True] * 2 * SAMPLES + [False] * (CYCLE - 2 * SAMPLES))

@@ -10,6 +10,7 @@ from algorithms.forcing import SHARED, forced, skip_without_reach
 
 from mpdist import Communicator, premul_sum
 from mpdist.algorithms.shared.pace import Pace
+from mpdist.algorithms.shared.spread import SAMPLES
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.limit(120)]
 
@@ -68,3 +69,17 @@ async def test_both_follow_what_rank_0_tells(comm: Communicator, monkeypatch: py
         assert 30 < sum(taken) < len(taken) - 30
     else:
         assert not taken
+
+
+async def test_rounds_in_places_that_are_tried_are_not_timed(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be the slower ones, see Spread, and would make slots look slow."""
+    skip_without_reach(comm)
+    taken: list[bool] = []
+    monkeypatch.setattr(Pace, "is_through_slots", lambda *_: True)
+    monkeypatch.setattr(Pace, "took", lambda self, nbytes, through_slots, seconds: taken.append(through_slots))
+    async with forced(comm, SHARED) as made:
+        for _ in range(3 * SAMPLES):
+            assert (await made.all_reduce(np.ones(100_000, np.float32)) == 2).all()
+    assert taken == ([True] * SAMPLES if comm.rank == 0 else [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -245,6 +247,21 @@ def test_pages_are_there_before_use_and_go_with_the_block(file: File) -> None:
     assert file.pages == 5
     del second
     assert file.pages == 0
+
+
+def test_pages_that_are_mapped_are_written_without_a_fault(file: File) -> None:
+    faults = []
+    for maps in (False, True):
+        block = take(file.arena, NBYTES)
+        array = block.bytes()
+        if maps:
+            block.map_now()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        array[::PAGE_BYTES] = 1
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        del array, block
+    can_map = sys.platform == "linux" and tuple(map(int, platform.release().split(".")[:2])) >= (5, 14)
+    assert faults[1] <= faults[0] / 4 or not can_map
 
 
 def test_a_page_goes_with_the_last_of_its_small_blocks(file: File) -> None:

@@ -196,7 +196,7 @@ def _either(
             if meeting.nbytes:
                 yield from straight()
         yield from meeting.end()
-    if team.rank == 0 and are_private and meeting.nbytes:
+    if team.rank == 0 and are_private and meeting.nbytes and not (pairs and team.spread.is_trying):
         seconds += perf_counter() - start - (meeting.turn.away - away)
         pace.took(meeting.nbytes, bool(pairs), seconds)
 

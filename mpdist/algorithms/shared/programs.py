@@ -43,7 +43,7 @@ def _exchanges(team: Team) -> ModuleType:
 
 
 def _two_ways(team: Team, other: Callable[[Team], ModuleType]) -> ModuleType:
-    return either if team.size == 2 and team.shared.reach is not None else other(team)
+    return either if team.has_two_ways else other(team)
 
 
 def barrier(transport: Transport, channel: Channel) -> Steps[None]:

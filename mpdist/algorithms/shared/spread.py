@@ -74,6 +74,11 @@ class Spread:
         self._turns[side] = turn = self._turns[side] + 1
         return large[side] + turn % (self._large_bytes // width) * width
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether the last round was one of those for finding out, in a place that may be the worse one."""
+        return self._round < 2 * SAMPLES
+
     def end(self, nbytes: int) -> None:
         """The round has been written."""
         if not self._began:

@@ -139,6 +139,7 @@ class Team:
     Attributes:
         rank: of this process among them.
         size: number of members.
+        has_two_ways: it is a pair that reaches each other's private memory, see `either`.
         rounds: of all collectives so far; the same on all members when the next starts.
         channel: the communicator's.
         round_bytes: what a member shows in one round at the most.
@@ -148,6 +149,7 @@ class Team:
         small: collectives of a single step that are under way, in their order.
         plans: of them, by what they do and on how many bytes.
         paces: of each operation, by which way a pair's private memory goes.
+        spread: where this member's rounds begin.
         shown: rounds that its members have shown within collectives so far.
     """
 
@@ -161,9 +163,10 @@ class Team:
         # Nothing that this knows knows the team, whose memory is to go with its last use.
         self._blocks = [block]
         more = partial(_large_slots, shared.arena, self._blocks)
-        self._spread = Spread(slots, more, LARGE_SLOT_BYTES)
+        self.spread = Spread(slots, more, LARGE_SLOT_BYTES)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
+        self.has_two_ways = self.size == 2 and shared.reach is not None
         self.rounds = 0
         self._barriers = 0
         self._collectives = 0
@@ -391,7 +394,7 @@ class Team:
             inputs = [self._views(HEAD_BYTES + side * SLOT_BYTES, SLOT_BYTES, dtype) for side in range(2)]
             after = HEAD_BYTES + 2 * SLOT_BYTES
             results = [self._views(after + side * RESULT_BYTES, RESULT_BYTES, dtype) for side in range(2)]
-            known = Slots(arenas, inputs, results, self._lines, _START_AT, self.rank, self._spread)
+            known = Slots(arenas, inputs, results, self._lines, _START_AT, self.rank, self.spread)
             self._slots[element.code] = known
         return known
 
@@ -410,6 +413,7 @@ def _large_slots(arena: Arena, blocks: list[Block]) -> tuple[int, int] | None:
     block = arena.allocate(2 * LARGE_SLOT_BYTES)
     if block is None:
         return None
+    block.map_now()  # or the first writing of all its places, which is what is timed, takes three times as long
     blocks.append(block)
     return block.offset, block.offset + LARGE_SLOT_BYTES
 
