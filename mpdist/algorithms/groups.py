@@ -23,7 +23,7 @@ from mpdist.progress.collective import Steps
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.engine import Engine
-    from mpdist.transport.mpi import Transport
+    from mpdist.transport.mpi import Request, Transport
 
 R = TypeVar("R")
 
@@ -93,6 +93,34 @@ def dup(transport: Transport, engine: Engine, make: Make) -> Steps[object]:
     finally:
         engine.creating -= 1
     return make(call.result())
+
+
+def adopt(
+    engine: Engine,
+    come: Callable[[], Request],
+    duplicate: Callable[[], Transport],
+    make: Callable[[Transport, int], object],
+    number: int,
+) -> Steps[object]:
+    """A duplicate of a communicator that was made elsewhere.
+
+    Args:
+        come: posts what all members meet by.
+        number: a member's own; the largest goes to `make`.
+    """
+    own = dropped.closable(engine.dropped)
+    engine.creating += 1
+    try:
+        yield come()
+        call = Blocking(engine, duplicate)
+        yield call
+        transport = call.result()
+        facts, most = np.array([number, len(own)], np.int64), np.empty(2, np.int64)
+        yield transport.iall_reduce(as_buffer(facts), as_buffer(most), "max")
+        yield from dropped.close_common(transport, own, engine.dropped, int(most[1]))
+    finally:
+        engine.creating -= 1
+    return make(transport, int(most[0]))
 
 
 def subgroup(

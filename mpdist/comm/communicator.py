@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from mpdist.algorithms import groups
 from mpdist.algorithms.devices.joining import can_join
 from mpdist.algorithms.node import make_node
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
@@ -80,19 +81,24 @@ class Communicator(Objects, Collectives, Groups):
     def from_mpi4py(cls, comm: object, name: str = "mpi4py") -> Communicator:
         """A communicator over the ranks of an mpi4py intracommunicator.
 
-        It is duplicated, so this is a collective and blocking call, and the two never mix. A second one of the same
-        name is called "mpi4py#2".
+        It is duplicated, so this is a collective and blocking call, and the two never mix. What is pending goes on
+        meanwhile. A second one of the same name is called "mpi4py#2". Close it, as any other.
 
         Raises:
             UsageError: before `mpdist.init()` or `mpdist.run()`.
         """
         engine = current.engine("Communicator.from_mpi4py")
-        from mpdist.transport.mpi import wrap
+        from mpdist.transport.mpi import duplicating
 
-        transport = wrap(comm)
-        number = _taken[name] = max(transport.all_gather_now(_taken[name])) + 1
-        name = f"{name}#{number}" if number > 1 else name
-        return cls(engine, transport, name, transport.world_ranks())
+        def made(transport: Transport, before: int) -> Communicator:
+            number = _taken[name] = before + 1
+            return cls(engine, transport, f"{name}#{number}" if number > 1 else name, transport.world_ranks())
+
+        steps = groups.adopt(engine, *duplicating(comm), made, _taken[name])
+        work = engine.meeting.post_apart(Joined(engine.meeting, "from_mpi4py", steps, lambda: repr(name)))
+        engine.wait(work)
+        adopted: Communicator = work.result()
+        return adopted
 
     def _member(self, transport: Transport, name: str) -> Communicator:
         return Communicator(self._channel.engine, transport, name, transport.world_ranks())

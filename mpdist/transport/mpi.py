@@ -422,13 +422,15 @@ def _sliced(post: Callable[[Any, Any], Request], x: Buffer | None, out: Buffer |
 # ---------------------------------------------------------------------- the library
 
 
-def wrap(comm: object) -> Transport:
-    """A Transport over a duplicate of an mpi4py communicator; collective."""
+def duplicating(comm: object) -> tuple[Callable[[], Request], Callable[[], Transport]]:
+    """Two collective calls on an mpi4py communicator: one to meet by, and one that then makes a duplicate."""
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise UsageError(
+            "an mpi4py intracommunicator is needed, got MPI.COMM_NULL: it was freed before, or this rank is not in it"
+        )
     if not isinstance(comm, MPI.Intracomm):
         raise UsageError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
-    if comm == MPI.COMM_NULL:
-        raise UsageError("an mpi4py intracommunicator is needed, got MPI.COMM_NULL: it was freed before")
-    return Transport(comm.Dup())
+    return comm.Ibarrier, lambda: Transport(comm.Dup())
 
 
 def start() -> Transport:

@@ -150,3 +150,18 @@ async def test_those_out_of_step_are_left_as_they_are(comm: Communicator) -> Non
     assert not comm._channel.engine.dropped
     [channel] = [channel for channel in comm._channel.engine.channels if channel.name == name]
     channel.close("the test is over")
+
+
+async def test_those_over_communicators_of_mpi4py_are_given_back_too(comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    await settle(comm)
+    before = await open_names(comm)
+    transports = []
+    for _ in range(4):
+        part = Communicator.from_mpi4py(MPI.COMM_WORLD, "library")
+        await part.barrier()
+        transports.append(part._channel.transport)
+        del part
+    assert [bool(transport.comm) for transport in transports] == [False, False, False, True]
+    assert await open_names(comm) == before

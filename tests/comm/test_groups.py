@@ -509,8 +509,21 @@ async def test_an_mpi4py_communicator_is_taken_as_a_duplicate(comm: Communicator
     own.Free()
     with pytest.raises((TypeError, mpdist.UsageError), match="mpi4py"):
         Communicator.from_mpi4py("nonsense")
-    with pytest.raises(mpdist.UsageError, match="was freed"):
-        Communicator.from_mpi4py(own)
+    for nothing in (own, MPI.COMM_NULL, MPI.COMM_WORLD.Split(MPI.UNDEFINED)):
+        with pytest.raises(mpdist.UsageError, match="it was freed before, or this rank is not in it"):
+            Communicator.from_mpi4py(nothing)
+
+
+@pytest.mark.parametrize("nbytes", [8, 16_000_000])
+async def test_what_is_pending_goes_on_while_one_of_mpi4py_is_taken_over(comm: Communicator, nbytes: int) -> None:
+    from mpi4py import MPI
+
+    work = comm.all_reduce(np.ones(nbytes // 8))
+    if comm.rank:
+        assert (await work == comm.size).all()
+    taken = Communicator.from_mpi4py(MPI.COMM_WORLD, "late")
+    assert (await work == comm.size).all()
+    await taken.close()
 
 
 async def test_mpi4py_communicators_of_one_name_get_different_names(comm: Communicator) -> None:
