@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 # What `_explained` puts in front of an error.
 _NAMES_PLACE = re.compile(r"\w+ on '")
 
+# What the numbers stand for that other libraries have below 0.
+_NEGATIVE = {
+    "src": "; from any rank is mpdist.ANY_SOURCE",
+    "dst": "; to no rank is no call",
+    "tag": "; any tag is mpdist.ANY_TAG",
+}
+
 Self = TypeVar("Self", bound="Operations")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +69,8 @@ class Operations:
             raise InvalidRank(f"{what} must be a rank, an integer from 0 to {self.size - 1}, got {value!r}") from None
         if not 0 <= rank < self.size:
             raise InvalidRank(
-                f"{what} is {rank}, the ranks of this communicator are 0 to {self.size - 1}{self._launch_advice()}"
+                f"{what} is {rank}, the ranks of this communicator are 0 to {self.size - 1}"
+                f"{_NEGATIVE.get(what, '') if rank < 0 else self._launch_advice()}"
             )
         return rank
 
@@ -81,7 +89,7 @@ class Operations:
         except TypeError:
             raise UsageError(f"tag must be an integer from 0 to {limit}, got {value!r}") from None
         if not 0 <= tag <= limit:
-            raise UsageError(f"tag is {tag}, tags are 0 to {limit}")
+            raise UsageError(f"tag is {tag}, tags are 0 to {limit}{_NEGATIVE['tag'] if tag < 0 else ''}")
         return tag
 
     def _explained(self, op: str, error: UsageError) -> UsageError:

@@ -89,6 +89,8 @@ def as_op(op: object) -> ReduceOp:
         return op
     if isinstance(op, BuiltinFunctionType) and op in _BUILTINS:
         raise UsageError(f"op={op!r} is Python's own, which takes one sequence; write op={_BUILTINS[op]!r}")
+    if type(op).__module__ == "mpi4py.MPI":
+        raise UsageError(f"op is one of mpi4py's, for its own calls; give the name: one of {', '.join(OP_NAMES)}")
     if callable(op):
         return ReduceOp(f"<{getattr(op, '__qualname__', type(op).__name__)}>", function=op)
     raise UsageError(
@@ -202,7 +204,7 @@ def _checked(op: ReduceOp, result: object, wanted: Array) -> Array:
         return array
     raise UsageError(
         f"the function {op.name} given as op returned {array.dtype} of shape {array.shape}; "
-        f"needed {wanted.dtype} of shape {wanted.shape}: it must work element by element"
+        f"needed {wanted.dtype} of shape {wanted.shape}, as the two that it is given"
     )
 
 

@@ -119,7 +119,20 @@ def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> l
     if gone:
         have = "has" if len(gone) == 1 else "have"
         return [f"all ranks have called it, and {operation.ranks_text(gone)} {have} completed it and gone on"]
-    return [] if is_mismatch else ["all ranks have called it: it is being carried out"]
+    if is_mismatch:
+        return []
+    busy = [
+        (rank, answer)
+        for rank, answer in _members(operation, answers).items()
+        if not (answer.waits or answer.is_finished)
+    ]
+    return [
+        "all ranks have called it: it is being carried out",
+        *(
+            f"rank {operation.rank_in(rank)} does not wait for it, now at {answer.place}"
+            for rank, answer in busy[:MOST_RANKS]
+        ),
+    ]
 
 
 def _verb(operation: Operation) -> str:

@@ -125,6 +125,14 @@ def read_only_cases() -> Iterator[Case]:
 
 def rank_and_tag_cases() -> Iterator[Case]:
     x = np.zeros(4)
+    yield "recv: mpi4py's any source", lambda comm: comm.recv(x, -2), InvalidRank, ("src is -2", "mpdist.ANY_SOURCE")
+    yield "recv: mpi4py's any tag", lambda comm: comm.recv(x, 0, -1), UsageError, ("tag is -1", "mpdist.ANY_TAG")
+    yield (
+        "send: mpi4py's null process",
+        lambda comm: comm.send(x, -1),
+        InvalidRank,
+        ("dst is -1", "to no rank is no call"),
+    )
     takes_rank: dict[str, Callable[[Communicator, Any], Any]] = {
         "send": lambda comm, rank: comm.send(x, rank),
         "recv": lambda comm, rank: comm.recv(x, rank),
@@ -167,7 +175,14 @@ def rank_and_tag_cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
+def reduce_by_mpi4py(comm: Communicator) -> Any:
+    from mpi4py import MPI
+
+    return comm.all_reduce(np.zeros(4), MPI.MAX)
+
+
 def op_cases() -> Iterator[Case]:
+    yield "all_reduce: an op of mpi4py", reduce_by_mpi4py, UsageError, ("all_reduce", "one of mpi4py's", "sum, ")
     misfits = [
         ("float32", "band"), ("float64", "bor"), ("float16", "bxor"), ("float32", "land"), ("complex64", "min"),
         ("complex128", "max"), ("complex64", "lor"), ("int32", "avg"), ("uint8", "avg"), ("bool", "sum"),
