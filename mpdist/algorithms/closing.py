@@ -124,5 +124,5 @@ def _drop_unclaimed(channel: Channel) -> Steps[None]:
 
 
 def _close_node(node: Node) -> Steps[None]:
-    yield Until(lambda: all(work.done() for work in node.channel.collectives))
+    yield Until(lambda: all(work._done for work in node.channel.collectives))
     yield Until(node.close().done)

@@ -53,7 +53,7 @@ def close_common(transport: Transport, own: Sequence[Dropped], dropped: list[Dro
     for each in common:
         dropped.remove(each)
     closings = [each.close() for each in common]
-    yield Until(lambda: all(work.done() for work in closings))
+    yield Until(lambda: all(work._done for work in closings))
 
 
 def _key(channel: Channel) -> int:

@@ -160,7 +160,7 @@ class Groups(Operations):
         channel = self._channel
         closed = partial(self._closed, "it was closed")
         work: Work[None] = channel.post("close", closing.close, str, channel, self._open_node(), closed)
-        if not work.done():
+        if not work._done:
             channel.refuse("close() was called")
         return work
 

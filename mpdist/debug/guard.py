@@ -80,7 +80,7 @@ class GuardedInbox(Inbox):
         leases.check(f"{receive.op} on {self.channel.where()}", spans)
         text = f"{receive.describe()}, called at {caller()}"
         super().receive(receive)
-        if spans and not receive.done():
+        if spans and not receive._done:
             leases.take(text, spans, receive.done)
         return receive
 

@@ -71,7 +71,7 @@ class Conversation(Generic[T]):
 
     def _failed(self, work: Work[Any], error: MpdistError) -> None:
         """Raise what ended the wait only; tell the talk of what ended the Work."""
-        if not work.done() or work.exception() is not error:
+        if not work._done or work.exception() is not error:
             raise error
         self._failures.append(error)
         self._go_on(work, partial(self._talk.throw, error))

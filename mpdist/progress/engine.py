@@ -185,6 +185,12 @@ class Engine:
             self.flush()
         return moved
 
+    def look(self) -> None:
+        """Drive once for somebody who asks, unless this is in a drive already, or another thread drives."""
+        if self.is_threaded and not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as threading.Condition asks
+            self.lock.release()  # callbacks are not to run under it
+            self.drive()
+
     def _listen(self) -> bool:
         moved = False
         idle = False

@@ -149,9 +149,11 @@ class Work(Generic[T]):
     # ------------------------------------------------------------------ asking, as asyncio.Future has it
 
     def done(self) -> bool:
-        """Whether it is complete, failed or cancelled."""
-        if not self._done:  # whoever asks again and again waits, be it in a later loop than the one that drove
-            self._channel.engine.ensure_ticking()
+        """Whether it is complete, failed or cancelled; looks once, so that whoever asks again and again gets there."""
+        if not self._done:
+            engine = self._channel.engine
+            engine.ensure_ticking()  # be it in a later loop than the one that drove
+            engine.look()
         return self._done
 
     def cancelled(self) -> bool:
@@ -293,6 +295,22 @@ class _OfResult:
         )
 
 
+def _refused(name: str) -> Callable[..., Never]:
+    def refuse(work: Work[Any], *_: object, **__: object) -> Never:
+        raise TypeError(
+            f"{work.op} gives a Work, which has a result to calculate with: write `await ...`, or `.wait()` where no "
+            "event loop runs"
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+# Not ==, by which Works are told from each other, nor truth.
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "radd", "rsub", "rmul", "rtruediv", "rmatmul", "rpow"):
+    setattr(Work, f"__{_name}__", _refused(_name))
+for _name in ("lt", "le", "gt", "ge", "neg", "float", "int", "getitem", "array"):
+    setattr(Work, f"__{_name}__", _refused(_name))
 for _name in ("count", "data", "dtype", "item", "mean", "nbytes", "shape", "size", "sum", "tolist"):
     setattr(Work, _name, _OfResult(_name))
 

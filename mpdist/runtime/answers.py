@@ -106,7 +106,7 @@ def _part(work: Work[Any]) -> Work[Any]:
     """The half of a sendrecv that it waits for."""
     if not isinstance(work, SendReceive):
         return work
-    return work._send if work._receive.done() else work._receive
+    return work._send if work._receive._done else work._receive
 
 
 def _tag(work: Work[Any]) -> int:
@@ -129,7 +129,7 @@ def _needs(work: Work[Any]) -> tuple[Kind, list[int]]:
 
 def _is_moving(work: Work[Any]) -> bool:
     part = work._receive if isinstance(work, SendReceive) else work
-    return isinstance(part, Receive) and part.order <= 0 and not part.done()
+    return isinstance(part, Receive) and part.order <= 0 and not part._done
 
 
 # ---------------------------------------------------------------------- what others ask
@@ -190,7 +190,7 @@ def _calls(channel: Channel, sequences: Sequence[int], last: int) -> tuple[Poste
         for back, (op, words, place) in enumerate(reversed(list(channel.recent)))
     }
     for work in list(channel.collectives):
-        waited = None if work.done() else monotonic() - (work.since or monotonic())
+        waited = None if work._done else monotonic() - (work.since or monotonic())
         details = work.details()[:MOST_TEXT]
         found[work.sequence] = Posted(work.sequence, work.op, details, short(work.site)[-MOST_TEXT:], waited)
     return tuple(found[sequence] for sequence in sorted({*sequences, last}) if sequence in found and sequence <= last)

@@ -297,7 +297,7 @@ class Control:
 
         A collective that ranks call differently can never end: it fails wherever that is found.
         """
-        mine = [pair for pair in pairs if not pair[0].done() and self._is_spokesman(pair[1], answers)]
+        mine = [pair for pair in pairs if not pair[0]._done and self._is_spokesman(pair[1], answers)]
         operations = [operation for _, operation in mine]
         if not mine:
             return
@@ -318,7 +318,7 @@ class Control:
         return diagnosis.is_spokesman(operation, self._rank, answers, self._config.report_after)
 
     def _report(self, inquiry: Inquiry, pairs: Sequence[Pair], more: int) -> None:
-        told = [pair for pair in pairs if not pair[0].done() and self._is_spokesman(pair[1], inquiry.answers)]
+        told = [pair for pair in pairs if not pair[0]._done and self._is_spokesman(pair[1], inquiry.answers)]
         if told:
             operations = [operation for _, operation in told]
             text = diagnosis.report(socket.gethostname(), self._rank, operations, inquiry.answers, more)

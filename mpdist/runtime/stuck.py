@@ -82,4 +82,4 @@ class Stuck:
 
 def _is_endless(work: Work[Any]) -> bool:
     """Whether it still waits, and no limit of its own will end that."""
-    return not work.done() and work.limit is None
+    return not work._done and work.limit is None

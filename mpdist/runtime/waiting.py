@@ -158,7 +158,7 @@ def _is_endless_in(thread: int, work: Work[Any]) -> bool:
 def _receive_of(work: Work[Any]) -> Receive | None:
     """What it still has to receive."""
     part = work._receive if isinstance(work, SendReceive) else work
-    return part if isinstance(part, Receive) and not part.done() else None
+    return part if isinstance(part, Receive) and not part._done else None
 
 
 def _is_owed(work: Work[Any]) -> bool:

@@ -115,7 +115,7 @@ class Watch:
             heapq.heappush(self._deadlines, (deadline, self._number, ref))
         while self._deadlines and self._deadlines[0][0] <= now:
             work = heapq.heappop(self._deadlines)[2]()
-            if work is not None and not work.done() and work not in self._handed:
+            if work is not None and not work._done and work not in self._handed:
                 self._handed.add(work)
                 yield work
 
@@ -152,7 +152,7 @@ class Watch:
         alive = []
         for entry in self._deadlines:
             work = entry[2]()
-            if work is not None and not work.done():
+            if work is not None and not work._done:
                 alive.append(entry)
         heapq.heapify(alive)
         self._deadlines = alive

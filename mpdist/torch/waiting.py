@@ -12,6 +12,6 @@ T = TypeVar("T")
 
 def finish(work: Work[T]) -> T:
     """The result, waited for on this thread even if it is that of a running event loop, which stands still anyway."""
-    if not work.done():
+    if not work._done:
         work._channel.engine.wait(work)
     return work.result()

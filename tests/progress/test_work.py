@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpdist
-from mpdist import Communicator
+from mpdist import Communicator, Work
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.loops]
 
@@ -428,6 +428,41 @@ async def test_a_message_that_came_while_its_await_was_cancelled_keeps_its_place
         await task
     assert [int((await comm.recv(src=me, tag=1)).data[0]) for _ in range(3)] == [0, 1, 2]
     assert other.cancel()
+
+
+@pytest.mark.parametrize("nbytes", [8, 8_000_000])
+async def test_who_asks_again_and_again_whether_it_is_done_gets_there(comm: Communicator, nbytes: int) -> None:
+    called: list[Work[Any]] = []
+    received = comm.recv(src=(comm.rank - 1) % comm.size)
+    works = [
+        comm.send(np.full(nbytes // 8, comm.rank), (comm.rank + 1) % comm.size),
+        comm.all_reduce(np.ones(nbytes // 8)),
+        received,
+    ]
+    works[1].add_done_callback(lambda work: called.append(work.done() and work))
+    while not all(work.done() for work in works):
+        assert not called  # a turn of the loop is for that
+    assert (received.result().data == (comm.rank - 1) % comm.size).all()
+    assert (works[1].result() == comm.size).all()
+    await asyncio.sleep(0)
+    assert called == [works[1]]
+
+
+async def test_a_work_in_place_of_its_result_is_a_clear_error(comm: Communicator) -> None:
+    work = comm.all_reduce(np.ones(3))
+    for use in (
+        lambda: work / 2.0,
+        lambda: 2.0 * work,
+        lambda: work < 1e-6,
+        lambda: -work,
+        lambda: float(work),
+        lambda: work[0],
+        lambda: np.sum(work),
+        lambda: np.ones(3) + work,
+    ):
+        with pytest.raises(TypeError, match="all_reduce gives a Work, which has a result"):
+            use()
+    assert (await work == comm.size).all()
 
 
 async def test_of_two_tasks_that_await_a_work_one_may_be_cancelled_when_it_is_done(comm: Communicator) -> None:
