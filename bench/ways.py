@@ -133,7 +133,7 @@ def arrays_of(count: int, in_torch: bool) -> Arrays:
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     if options.torch:
-        keep_freed(world._channel.engine.keep_memory * 1024**2)
+        keep_freed(world._channel.engine.keep_bytes)
     sizes = SMALL_SIZES if options.places else CROWD_SIZES if options.crowd else SIZES
     if options.crowd:
         comms = {

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from mpdist.progress.work import Work
 
 
+def _two(x: object, out: object) -> tuple[Buffer | None, Buffer]:
+    """Of x and out; None for x where it is out."""
+    source, target = host_buffer(x), host_buffer(out, writable=True)
+    check_same(source, target)
+    if is_same(source, target):
+        return None, target
+    check_apart(source, target)
+    return source, target
+
+
 class Reductions(Arrays):
     """Reducing arrays over the ranks."""
 
@@ -48,8 +58,9 @@ class Reductions(Arrays):
         See MPI_Iallreduce.
         """
         try:
-            if out is None and not deterministic:
-                target = host_buffer(x, writable=True)
+            if not deterministic:
+                source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
+                result = x if out is None else out
                 how = self._reduction(op, target)
                 if isinstance(how, Reduction):
                     channel, nbytes = self._channel, target.nbytes
@@ -61,20 +72,22 @@ class Reductions(Arrays):
                             return channel.post_direct(
                                 "all_reduce",
                                 words,
-                                x,
+                                result,
                                 SmallAllReduce,
                                 team,
                                 plan,
-                                target,
+                                source or target,
                                 target,
                                 caller=2,
                                 is_native=False,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
-                        return channel.post("all_reduce", program, details, channel, None, target, how)
+                        return channel.post("all_reduce", program, details, channel, source, target, how)
                     if how.is_direct:
                         call = channel.transport.iall_reduce
-                        return channel.post_direct("all_reduce", words, x, call, None, target, how.mpi_op, caller=2)
+                        return channel.post_direct(
+                            "all_reduce", words, result, call, source, target, how.mpi_op, caller=2
+                        )
         except OnDevice:
             pass  # as all that is more than one call
         except UsageError as error:
@@ -84,16 +97,7 @@ class Reductions(Arrays):
     @operation
     def _all_reduce(self, x: object, op: OpLike, *, out: object, deterministic: bool) -> Work[Any]:
         """What is more than one call of MPI."""
-        source: Buffer | None = None
-        if out is None:
-            target = host_buffer(x, writable=True)
-        else:
-            source, target = host_buffer(x), host_buffer(out, writable=True)
-            check_same(source, target)
-            if is_same(source, target):
-                source = None
-            else:
-                check_apart(source, target)
+        source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):

@@ -98,7 +98,7 @@ class GradientAverager:
         if not is_size:
             raise UsageError(f"bucket_bytes is {bucket_bytes!r}; it must be a positive number")
         self._comm = comm
-        keep_freed(comm._channel.engine.keep_memory * 1024**2)
+        keep_freed(comm._channel.engine.keep_bytes)
         self._arrays = list(arrays)
         self._names = [f"array {index}" for index in range(len(self._arrays))] if names is None else list(names)
         if len(self._names) != len(self._arrays):

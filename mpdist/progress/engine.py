@@ -92,7 +92,7 @@ class Engine:
         crowd: how many ranks, this one among them, have how many cores together.
         roll: where the ranks of this node compare their collectives; None where there is one.
         is_threaded: whether MPI may be called from several threads.
-        keep_memory: MiB of freed memory that a training keeps, see `keep_freed`.
+        keep_bytes: how much freed memory that a training keeps, see `keep_freed`.
         on_channel: called with the channel of each new communicator; the debug mode.
         on_limit: told of a Work with a limit of its own, or of changed timeouts.
         moves: drives that moved anything, for whoever watches.
@@ -142,7 +142,7 @@ class Engine:
         self.roll: Roll | None = None
         self.is_threaded = True
         self.allow_pickle = True
-        self.keep_memory = 0
+        self.keep_bytes = 0
         self.on_channel: Callable[[Channel], None] | None = None
         self.on_limit: Callable[[Work[Any] | None], None] | None = None
         self.moves = 0

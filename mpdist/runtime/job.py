@@ -309,7 +309,7 @@ def _make_engine(transport: Transport, node: Transport, config: Config, is_threa
     engine.is_threaded = is_threaded
     engine.awareness = Awareness("no" if config.debug else config.cuda_aware)  # debug looks into all memory
     engine.allow_pickle = config.allow_pickle
-    engine.keep_memory = config.keep_memory
+    engine.keep_bytes = config.keep_memory * 1024**2
     engine.has_ipc = config.ipc
     engine.maker = transport.dup()
     engine.meeting = Channel(engine, transport.dup(), "meeting", range(transport.size))

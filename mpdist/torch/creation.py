@@ -46,7 +46,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     except mpdist.MpdistError as error:
         raise translated(error) from error
     group = ProcessGroup(comm, options.store, progress_of(world), _timeout_of(options.timeout))
-    keep_freed(comm._channel.engine.keep_memory * 1024**2)
+    keep_freed(comm._channel.engine.keep_bytes)
     comm.name = comm._channel.name = _name(options.group_id if ranks else None)
     return group
 

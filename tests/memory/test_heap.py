@@ -38,7 +38,7 @@ print(kept, (faults() - before) // 10)
 """
 PAGES = 20 * 2_000_000 // 4096
 
-# Prints kept, MiB of the heap's addresses, of those for which huge pages are asked for, and of its memory.
+# Prints kept, MiB of the heap's addresses, of those for which huge pages are asked for, and of the memory there.
 SIZES = """
 import sys
 from mpdist.memory.heap import keep_freed
@@ -56,9 +56,10 @@ for line in open("/proc/self/smaps"):
         size = int(values[0])
         addresses += size
     elif is_heap and key == "Rss:":
-        memory += int(values[0])
+        resident = int(values[0])
     elif is_heap and key == "VmFlags:" and "hg" in values:
         asking += size
+        memory += resident
 print(kept, *(kib // 1024 for kib in (addresses, asking, memory)))
 """
 GIB = 1024**3
