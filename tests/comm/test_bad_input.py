@@ -326,6 +326,14 @@ def pair_cases() -> Iterator[Case]:
     )  # fmt: skip
     yield "sendrecv: overlap", lambda comm: comm.sendrecv(x[:5], 0, x[4:]), UsageError, ("sendrecv", "overlap")
     yield "sendrecv: the same", lambda comm: comm.sendrecv(x, 0, x), UsageError, ("sendrecv", "overlap")
+    octets = x.view("u1")
+    yield (
+        "sendrecv: one byte",
+        lambda comm: comm.sendrecv(octets[:5], 0, octets[4:]),
+        UsageError,
+        ("sendrecv", "overlap"),
+    )
+    yield "sendrecv: types", lambda comm: comm.sendrecv(x, 0, octets[8:16]), UsageError, ("sendrecv", "overlap")
 
 
 def group_cases() -> Iterator[Case]:

@@ -270,10 +270,20 @@ async def test_sendrecv_receives_from_where_it_sends_and_into_a_new_array(comm: 
     assert message.data.tolist() == [peer]
 
 
+async def test_sendrecv_takes_memory_side_by_side(comm: Communicator) -> None:
+    x = np.zeros(8)
+    x[4:] = comm.rank
+    await comm.sendrecv(x[4:], after(comm), x[:4], before(comm))
+    assert x.tolist() == [before(comm)] * 4 + [comm.rank] * 4
+    assert (await comm.sendrecv(x[:0], after(comm), x[:0], before(comm))).count == 0
+
+
 def test_sendrecv_can_be_waited_for_without_a_loop(comm: Communicator) -> None:
-    for count in (1, 100_000):
-        message = comm.sendrecv(numbers(count, "int16", comm.rank), after(comm), None, before(comm)).wait()
-        assert_values(message.data, numbers(count, "int16", before(comm)), count)
+    for count in (1, 2000, 100_000):
+        for out in (None, np.zeros(count, "int16")):
+            message = comm.sendrecv(numbers(count, "int16", comm.rank), after(comm), out, before(comm)).wait()
+            assert out is None or message.data is out
+            assert_values(message.data, numbers(count, "int16", before(comm)), count)
 
 
 # ---------------------------------------------------------------------- probe, messages

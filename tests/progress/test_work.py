@@ -409,6 +409,86 @@ async def test_a_cancelled_sendrecv_is_over_at_once_where_only_its_send_is_on_it
     await comm.barrier()
 
 
+async def test_a_cancelled_sendrecv_gives_back_what_came_into_its_array(comm: Communicator) -> None:
+    """Small and large; in its old place, as a copy: the array may be used again at once."""
+    for count in (3, 2000):
+        if comm.rank == 1:
+            await comm.barrier()
+            for value in range(2):
+                await comm.send(np.full(count, value), 0, 1)
+            await comm.barrier()
+            assert (await comm.recv(tag=1)).count == 500_000
+            continue
+        out = np.zeros(count, int)
+        work = comm.sendrecv(np.zeros(500_000), 1, out, tag=1)
+        await comm.barrier()
+        waiting = asyncio.ensure_future(work)
+        receive = work._receive  # type: ignore[attr-defined]  # a SendReceive
+        while not receive.done():  # noqa: ASYNC110  # with a callback of ours it would not go the latency path
+            await asyncio.sleep(0)
+        assert not work.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert work.cancelled()
+        out[:] = 7
+        for value in range(2):
+            assert (await comm.recv(tag=1)).data.tolist() == [value] * count
+        await comm.barrier()
+
+
+async def test_all_who_wait_for_a_sendrecv_are_told(comm: Communicator) -> None:
+    for count in (3, 2000, 50_000):
+        work = comm.sendrecv(np.full(count, comm.rank), peer(comm), np.zeros(count, int))
+        told: list[object] = []
+        work.add_done_callback(told.append)
+        first, second, third = await asyncio.gather(work, work, work)
+        assert first is second is third is await work
+        assert (first.data == peer(comm)).all()
+        await asyncio.sleep(0)
+        assert told == [work]
+
+
+async def test_a_sendrecv_is_done_once_both_are_though_nobody_waits_for_it(comm: Communicator) -> None:
+    for count in (3, 50_000):
+        work = comm.sendrecv(np.full(count, comm.rank), peer(comm), np.zeros(count, int))
+        await comm.barrier()
+        while not work.done():  # noqa: ASYNC110  # that asking is enough is what is tested
+            await asyncio.sleep(0)
+        assert (work.result().data == peer(comm)).all()
+        await comm.barrier()
+
+
+async def test_a_sendrecv_fails_with_its_receive(comm: Communicator) -> None:
+    """Whether the message is here or comes; it stays queued, and the send goes on."""
+    for is_here in (True, False):
+        if is_here:
+            await comm.send(np.arange(4), peer(comm))
+            await comm.barrier()
+        work = comm.sendrecv(np.arange(4), peer(comm), np.zeros(3, int))
+        for _ in range(2):
+            with pytest.raises(mpdist.MessageTruncated, match=r"recv from .* 3 elements"):
+                await work
+        assert repr(work).startswith("<Work sendrecv from ")
+        assert repr(work).endswith(", failed>")
+        for _ in range(1 + is_here):
+            assert (await comm.recv()).data.tolist() == [0, 1, 2, 3]
+        await comm.barrier()
+
+
+async def test_a_sendrecv_that_failed_and_at_which_nobody_looked_is_reported(
+    comm: Communicator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    comm.sendrecv(np.arange(4), peer(comm), np.zeros(3, int))
+    await comm.barrier()
+    assert (await comm.recv()).count == 4
+    gc.collect()
+    told = capfd.readouterr().err
+    assert told.count("nobody looked at it") == 1
+    assert "mpdist: sendrecv " in told
+    await comm.barrier()
+
+
 async def test_a_message_that_came_while_its_await_was_cancelled_keeps_its_place(comm: Communicator) -> None:
     """It was matched at once, a later one was kept, and only then the task that should get it is cancelled."""
     me = comm.rank

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
+import numpy as np
 import pytest
 
 import mpdist
@@ -102,6 +103,25 @@ async def test_a_receive_of_one_rank_ends_only_by_its_message(comm: Comm, beside
         seen = await seen_in(comm, receive)
     assert [waiter.work for waiter in seen.together] == [receive]
     assert not seen.perhaps
+
+
+@pytest.mark.parametrize("waits_for", ["its receive", "its send"])
+async def test_a_sendrecv_is_what_is_waited_for_not_its_parts(comm: Comm, waits_for: str) -> None:
+    if comm.rank == 1:
+        if waits_for == "its send":
+            await comm.send(np.arange(3), 0)
+        await comm.barrier()
+        if waits_for == "its receive":
+            await comm.send(np.arange(3), 0)
+        await comm.recv()
+        return
+    work = comm.sendrecv(np.zeros(500_000), 1, np.zeros(3, int))
+    seen = await seen_in(comm, work)
+    assert [waiter.work for waiter in seen.together] == [work]
+    assert "test_waiting.py" in seen.together[0].place
+    assert work.cancelled()
+    await comm.barrier()
+    assert (await comm.recv()).data.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("beside", [contextlib.nullcontext, an_idle_pool])
