@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from numpy import ndarray
+from numpy import may_share_memory, ndarray
 
 from mpdist.comm.operation import Operations, operation
 from mpdist.comm.staged_messages import receive_on_device, send_from_device
@@ -110,7 +110,6 @@ class PointToPoint(Operations):
                 error = type(error)(f"{error}. Did you mean recv(src={x})?")
             raise self._explained("recv", error) from error.__cause__
 
-    @operation
     def sendrecv(
         self, x: object, dst: int, out: object = None, src: Source | None = None, tag: int = 0
     ) -> Work[Message]:
@@ -122,17 +121,18 @@ class PointToPoint(Operations):
         Returns:
             A Work of the received Message, done when both are.
         """
-        dst, tag = self._rank(dst, "dst"), self._tag(tag)
-        source = as_buffer(x)
-        if out is not None and overlap(source, as_buffer(out, writable=True)):
-            raise UsageError("x and out overlap in memory; give out memory of its own")
-        receive = self.recv(out, dst if src is None else src, tag)
         try:
-            sent = self.send(x, dst, tag)
-        except BaseException:  # a receive without its send would take a message
-            receive._abandon()
-            raise
-        return SendReceive(receive, sent)
+            dst, tag = self._rank(dst, "dst"), self._tag(tag)
+            _check_apart(x, out)
+            receive = self.recv(out, dst if src is None else src, tag)
+            try:
+                sent = self.send(x, dst, tag)
+            except BaseException:  # a receive without its send would take a message
+                receive._abandon()
+                raise
+            return SendReceive(receive, sent)
+        except UsageError as error:
+            raise self._explained("sendrecv", error) from error.__cause__
 
     @operation
     def probe(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[ProbedMessage]:
@@ -186,3 +186,21 @@ class PointToPoint(Operations):
                 "objects are refused, because MPDIST_ALLOW_PICKLE=0: unpickling runs code that the sender chose; "
                 "send arrays, or set MPDIST_ALLOW_PICKLE=1"
             )
+
+
+def _check_apart(x: object, out: object) -> None:
+    """Raise unless `x` can be sent, and `out`, if given, be received into, beside it.
+
+    Raises:
+        UnsupportedBuffer: one of them can't.
+        UsageError: they overlap.
+    """
+    if type(x) is ndarray and x.dtype in BY_DTYPE and x.flags.c_contiguous:  # the latency path: without a Buffer
+        if out is None:
+            return
+        # Of contiguous arrays it compares the bounds, as `overlap` does.
+        if type(out) is ndarray and out.dtype in BY_DTYPE and out.flags.carray and not may_share_memory(x, out):
+            return
+    source = as_buffer(x)
+    if out is not None and overlap(source, as_buffer(out, writable=True)):
+        raise UsageError("x and out overlap in memory; give out memory of its own")
