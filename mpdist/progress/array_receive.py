@@ -43,50 +43,11 @@ class ArrayReceive(Receive):
 
     def __await__(self) -> Generator[Any, None, Message]:
         if not self._done:
-            channel = self._channel
-            engine = channel.engine
-            inbox = channel.inbox
-            box = inbox.box
-            if box.sole is self and engine.credit > 0:
-                src = self.src
-                tag = self.tag
-                nbytes = self._nbytes
-                element = self._element
-                want = element.code
-                mask = wire.CODE_MASK
-                if tag >= 0:
-                    want |= tag << wire.CODE_BITS
-                    mask = -1
-                memory = [self._x, nbytes, channel.byte]
-                improbe, any_source, any_tag, status, words, source_at, tag_at, nbytes_at = inbox.probing
-                # Made while the message is still under way; where it came from may be filled in.
-                self._result = message = Message(self._x, src, tag, nbytes // element.itemsize, nbytes, element)
+            engine = self._channel.engine
+            if self._channel.inbox.box.sole is self and engine.credit > 0:
                 engine.lock.acquire()
                 try:
-                    for _ in engine.quick_polls if box.sole is self else ():  # another thread may have driven
-                        handle = improbe(any_source, any_tag, status)
-                        if handle is None:
-                            continue
-                        wire_tag = words[tag_at]
-                        source = words[source_at]
-                        if wire_tag & mask == want and (source == src or src < 0) and words[nbytes_at] == nbytes:
-                            box.sole = None
-                            box.receives = self.order = 0
-                            if mask > 0 or src < 0:
-                                message.src = source
-                                message.tag = wire_tag >> wire.CODE_BITS
-                            if nbytes <= EAGER_BYTES:
-                                handle.Recv(memory)
-                                self._done = self._looked_at = True
-                                engine.credit -= 1
-                            else:
-                                self._land(handle.Irecv(memory), source)
-                            break
-                        inbox.arrived(handle)
-                        if box.sole is not self:
-                            break
-                except inbox.failure as error:
-                    self._broke(error)
+                    self._meet()
                 finally:
                     engine.lock.release()
                 if engine.finished or self._callbacks is not None:
@@ -97,6 +58,56 @@ class ArrayReceive(Receive):
         if self._error is not None:
             raise self._seen_error()
         return self._result
+
+    def _meet(self) -> None:
+        """Wait a while for its message, and receive it: it is done then, looked at, and nobody is called back.
+
+        Under the Engine's lock; the turn has credit.
+        """
+        channel = self._channel
+        engine = channel.engine
+        inbox = channel.inbox
+        box = inbox.box
+        if box.sole is not self:  # another thread may have driven
+            return
+        src = self.src
+        tag = self.tag
+        nbytes = self._nbytes
+        element = self._element
+        want = element.code
+        mask = wire.CODE_MASK
+        if tag >= 0:
+            want |= tag << wire.CODE_BITS
+            mask = -1
+        memory = [self._x, nbytes, channel.byte]
+        improbe, any_source, any_tag, status, words, source_at, tag_at, nbytes_at = inbox.probing
+        # Made while the message is still under way; where it came from may be filled in.
+        self._result = message = Message(self._x, src, tag, nbytes // element.itemsize, nbytes, element)
+        try:
+            for _ in engine.quick_polls:
+                handle = improbe(any_source, any_tag, status)
+                if handle is None:
+                    continue
+                wire_tag = words[tag_at]
+                source = words[source_at]
+                if wire_tag & mask == want and (source == src or src < 0) and words[nbytes_at] == nbytes:
+                    box.sole = None
+                    box.receives = self.order = 0
+                    if mask > 0 or src < 0:
+                        message.src = source
+                        message.tag = wire_tag >> wire.CODE_BITS
+                    if nbytes <= EAGER_BYTES:
+                        handle.Recv(memory)
+                        self._done = self._looked_at = True
+                        engine.credit -= 1
+                    else:
+                        self._land(handle.Irecv(memory), source)
+                    break
+                inbox.arrived(handle)
+                if box.sole is not self:
+                    break
+        except inbox.failure as error:
+            self._broke(error)
 
     def _land(self, request: Request, source: int) -> None:
         """Let MPI write a message that may still be with its sender."""
@@ -109,12 +120,18 @@ class ArrayReceive(Receive):
                 self._done = self._looked_at = True
                 channel.ring(source)  # its send is complete now
                 return
-        self.order = -channel.inbox.box.next_order()  # as if the mailbox had matched it
-        self._incoming = incoming = Incoming(None, source, self._result.tag, self._element.code, self._nbytes)
+        incoming = self._matched()
         incoming.request = request
         self._room = self._buffer
         self._steps = self._program(incoming)
         engine.active.append(self)
+
+    def _matched(self) -> Incoming:
+        """The message that it has met, as if the mailbox had matched it: it can be given back."""
+        self.order = -self._channel.inbox.box.next_order()
+        message = self._result
+        self._incoming = incoming = Incoming(None, message.src, message.tag, self._element.code, self._nbytes)
+        return incoming
 
     def _announce(self) -> None:
         engine = self._channel.engine
