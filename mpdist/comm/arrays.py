@@ -84,8 +84,12 @@ class Arrays(Operations):
                 f"{what} is a list of {len(arrays)} arrays, one for each of the {self.size} ranks is needed"
             )
         blocks = [host_buffer(array, writable=writable) for array in arrays]
-        for block in blocks[1:]:
-            check_element(blocks[0], block)
+        first = blocks[0].element
+        for place, block in enumerate(blocks):
+            if block.element is not first:
+                raise UnsupportedBuffer(
+                    f"{what}[0] is {first.name}, {what}[{place}] is {block.element.name}; all must be of the same type"
+                )
         return blocks
 
     def _only(self, arrays: Sequence[object]) -> Buffer:

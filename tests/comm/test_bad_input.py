@@ -283,7 +283,17 @@ def size_cases() -> Iterator[Case]:
     yield (
         "all_to_all: blocks of two types",
         lambda comm: comm.all_to_all([np.zeros(1)] * (comm.size - 1) + [np.zeros(1, int)]), UnsupportedBuffer,
-        ("all_to_all", "float64", "int64"),
+        ("all_to_all", "x[0] is float64, x[", "] is int64"),
+    )  # fmt: skip
+    yield (
+        "reduce_scatter: blocks of two types",
+        lambda comm: comm.reduce_scatter([np.zeros(1, np.float32)] + [np.zeros(1)] * (comm.size - 1)),
+        UnsupportedBuffer, ("reduce_scatter", "x[0] is float32, x[1] is float64"),
+    )  # fmt: skip
+    yield (
+        "all_gather: out of two types",
+        lambda comm: comm.all_gather([np.zeros(1)], out=[np.zeros(1), *[np.zeros(1, int)] * (comm.size - 1)]),
+        UnsupportedBuffer, ("all_gather", "out[0] is float64, out[1] is int64"),
     )  # fmt: skip
     yield (
         "all_to_all_object: too many", lambda comm: comm.all_to_all_object([1] * (comm.size + 1)), SizeMismatch,
