@@ -6,11 +6,9 @@ nothing but the header, and raise with the root's reason.
 
 from __future__ import annotations
 
-import json
+import struct
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from mpdist.errors import UsageError
 from mpdist.memory import BY_CODE, Buffer, Element, as_buffer
@@ -51,39 +49,54 @@ class Header:
         return self
 
 
+# Code, whether even, number of axes, bytes of the refusal, bytes of the block; then the shape, then the refusal.
+_FIXED = struct.Struct("<BBHIQ")
+_AXIS_BYTES = 8
+_MORE = " ..."
+
+
 def pack(headers: list[Header]) -> Buffer:
     """Headers as a buffer of NBYTES each."""
-    block = np.zeros((len(headers), NBYTES), np.uint8)
+    packed = bytearray(len(headers) * NBYTES)
     last: Header | None = None
-    text = b""
-    for row, header in zip(block, headers, strict=True):
+    record = b""
+    for number, header in enumerate(headers):
         if header is not last:  # even blocks have one header for all
-            last, text = header, _encoded(header)
-        row[: len(text)] = np.frombuffer(text, np.uint8)
-    return as_buffer(block)
+            last, record = header, _encoded(header)
+        start = number * NBYTES
+        packed[start : start + len(record)] = record
+    return as_buffer(packed)
 
 
 def _encoded(header: Header) -> bytes:
-    text = json.dumps(vars(header)).encode()
-    if len(text) > NBYTES:
-        return json.dumps(vars(Header(refusal=_shortened(header.refusal)))).encode()
-    return text
+    axes = len(header.shape)
+    text = header.refusal.encode(errors="surrogatepass") if header.refusal else b""
+    if _FIXED.size + axes * _AXIS_BYTES + len(text) > NBYTES:
+        return _encoded(Header(refusal=_shortened(text)))
+    fixed = _FIXED.pack(header.code, header.is_even, axes, len(text), header.nbytes)
+    return fixed + struct.pack(f"<{axes}Q", *header.shape) + text
 
 
-def _shortened(text: str) -> str:
-    """As much of it as a header holds, whatever its characters take in JSON."""
-    empty = len(json.dumps(vars(Header())))
-    while len(json.dumps(text)) + empty > NBYTES:
-        text = text[: len(text) * 7 // 8 - 4] + " ..."
-    return text
+def _shortened(text: bytes) -> str:
+    """As much of it as a header holds, in whole characters."""
+    return text[: NBYTES - _FIXED.size - len(_MORE)].decode(errors="ignore") + _MORE
 
 
 def room(number: int) -> Buffer:
     """Room for so many headers."""
-    return as_buffer(np.zeros((number, NBYTES), np.uint8))
+    return as_buffer(bytearray(number * NBYTES))
 
 
 def unpack(buffer: Buffer) -> list[Header]:
     """The headers in a buffer."""
-    rows: Any = buffer.array().reshape(-1, NBYTES)
-    return [Header(**json.loads(row.tobytes().rstrip(b"\0") or b"{}")) for row in rows]
+    octets: Any = buffer.exporter
+    return [_decoded(octets, start) for start in range(0, buffer.nbytes, NBYTES)]
+
+
+def _decoded(octets: bytearray, start: int) -> Header:
+    code, is_even, axes, text_bytes, nbytes = _FIXED.unpack_from(octets, start)
+    start += _FIXED.size
+    shape = list(struct.unpack_from(f"<{axes}Q", octets, start))
+    start += axes * _AXIS_BYTES
+    refusal = octets[start : start + text_bytes].decode(errors="surrogatepass") if text_bytes else ""
+    return Header(code, shape, nbytes, refusal, bool(is_even))
