@@ -128,7 +128,9 @@ def _buffers(channel: Channel, op: str, arguments: Sequence[object]) -> tuple[li
 def _plain(arguments: Sequence[object], channel: Channel) -> list[object]:
     """The operation's own arguments; a single call of MPI comes with function, arguments and result."""
     own = [each for each in arguments if each is not channel]
-    return list(own[1]) if own and callable(own[0]) and len(own) > 1 and isinstance(own[1], tuple) else own
+    if len(own) < 2 or not callable(own[0]):
+        return own
+    return list(own[1]) if isinstance(own[1], tuple) else own[1:]  # without what hands even blocks out
 
 
 def _found(argument: object) -> Iterator[Buffer]:

@@ -72,6 +72,7 @@ INPUTS: dict[str, Post] = {
     "gather": lambda c, x: c.gather(x, 0),
     "scan": lambda c, x: c.scan(x),
     "uneven all_to_all": lambda c, x: c.all_to_all([x] * c.size),
+    "scatter": lambda c, x: c.scatter(x if c.rank == 0 else None, 0),
     "reduce by function": lambda c, x: c.all_reduce(x, op=np.add, out=np.empty_like(x)),
 }
 
@@ -184,3 +185,6 @@ async def test_all_forms_of_collectives_pass(guarded: mpdist.Communicator) -> No
         await guarded.all_gather_object({"x": x})
         await guarded.broadcast_object(x, 0)
         await asyncio.gather(guarded.all_gather(x), guarded.all_gather(x))  # both only read it
+        blocks = np.split(x, n) if guarded.rank == 0 else None
+        await asyncio.gather(guarded.scatter(blocks, 0), guarded.scatter(blocks, 0))
+        await asyncio.gather(*[guarded.scatter(x if guarded.rank == 0 else None, 0) for _ in range(2)])
