@@ -1,6 +1,6 @@
 """Uneven: blocks whose sizes only their owners know. Headers first, then the data.
 
-Blocks travel packed one behind the other; results are views of one allocation.
+Blocks travel from where they lie, into `out` where it lies; other results are views of one allocation.
 A rank whose `out` does not fit takes its blocks all the same, into scratch memory,
 and fails afterwards: the others rely on it, and the next collective on the order.
 Where MPI counts with 32 bits and one rank would have more elements than that, all
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpdist.algorithms.blocks import are_apart, concatenated, placed, readable
 from mpdist.algorithms.header import Header, pack, room, unpack
 from mpdist.errors import SizeMismatch, Unavailable, UnsupportedBuffer, UsageError
-from mpdist.memory import HOST, Buffer, Element, allocate, allocate_like, as_buffer
+from mpdist.memory import Buffer, Element, allocate, allocate_like, as_buffer
 from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
@@ -27,20 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The root's blocks, one behind the other; or only its refusal."""
+    """The root's blocks, or only its refusal.
+
+    Attributes:
+        heads: one for each rank.
+        blocks: the same; of one array that is cut evenly only that; none where the root refuses.
+    """
 
     heads: list[Header]
-    packed: Buffer | None = None
+    blocks: Sequence[Buffer] = ()
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Buffer]) -> Parcel:
-        return cls([Header.of(block) for block in blocks], concatenated(blocks))
+        """Blocks of any size; MPI may read no byte twice, so those that overlap are copied."""
+        apart = blocks if are_apart(blocks) else [concatenated([block]) for block in blocks]
+        return cls([Header.of(block) for block in blocks], apart)
 
     @classmethod
     def of_rows(cls, whole: Buffer, size: int, shape: Sequence[int]) -> Parcel:
         """`size` equal blocks of this shape, without copy."""
         head = Header(whole.element.code, list(shape), whole.nbytes // size, is_even=True)
-        return cls([head] * size, whole)
+        return cls([head] * size, [whole])
 
     @classmethod
     def refused(cls, text: str, size: int) -> Parcel:
@@ -63,11 +71,13 @@ def scatter(
     target, misfit = _target(out, like, head)
     unit = head.element.itemsize
     if head.is_even:
-        yield from spread(transport, None if parcel is None else parcel.packed, target, src)
+        yield from spread(transport, None if parcel is None else parcel.blocks[0], target, src)
     elif parcel is None:
         yield transport.iscatterv(None, (), unit, target, src)
     else:
-        yield transport.iscatterv(parcel.packed, [each.nbytes // unit for each in parcel.heads], unit, target, src)
+        counts = [each.nbytes // unit for each in parcel.heads]
+        memory, starts = readable(parcel.blocks, unit, transport.max_total)
+        yield transport.iscatterv(memory, counts, unit, target, src, starts)
     if misfit is not None:
         raise misfit
     return target.owner
@@ -84,8 +94,8 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
         yield transport.igatherv(x, None, (), x.element.itemsize, dst)
         return None
     headers = unpack(heads)
-    landing = Landing(headers, outs, like)
-    yield transport.igatherv(x, landing.packed, landing.counts, landing.unit, dst)
+    landing = Landing(headers, outs, like, transport.max_total)
+    yield transport.igatherv(x, landing.memory, landing.counts, landing.unit, dst, landing.starts)
     return landing.results()
 
 
@@ -93,9 +103,10 @@ def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, l
     """Blocks of any size to all."""
     heads = room(transport.size)
     yield transport.iall_gather(pack([Header.of(x)]), heads)
-    _check_totals(transport, np.array([sum(prod(head.shape) for head in unpack(heads))]))
-    landing = Landing(unpack(heads), outs, like)
-    yield transport.iall_gatherv(x, landing.packed, landing.counts, landing.unit)
+    headers = unpack(heads)
+    _check_totals(transport, np.array([sum(prod(head.shape) for head in headers)]))
+    landing = Landing(headers, outs, like, transport.max_total)
+    yield transport.iall_gatherv(x, landing.memory, landing.counts, landing.unit, landing.starts)
     return landing.results()
 
 
@@ -110,9 +121,11 @@ def all_to_all(
     heading = transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
     yield _with_totals(transport, heading, totals)
     _check_totals(transport, totals)
-    landing = Landing(unpack(heads), outs, like)
-    sent = [block.nbytes // landing.unit for block in blocks]
-    yield transport.iall_to_allv(concatenated(blocks), sent, landing.packed, landing.counts, landing.unit)
+    landing = Landing(unpack(heads), outs, like, transport.max_total)
+    unit = landing.unit
+    sent = [block.nbytes // unit for block in blocks]
+    memory, starts = readable(blocks, unit, transport.max_total)
+    yield transport.iall_to_allv(memory, sent, landing.memory, landing.counts, unit, starts, landing.starts)
     return landing.results()
 
 
@@ -133,7 +146,7 @@ def _check_totals(transport: Transport, totals: np.ndarray[Any, Any]) -> None:
 def _limited(parcel: Parcel, max_total: int | None) -> Parcel:
     """The root's blocks, or its refusal if they are too much together."""
     total = sum(prod(head.shape) for head in parcel.heads)
-    if max_total is None or total <= max_total or parcel.heads[0].is_even or parcel.packed is None:
+    if max_total is None or total <= max_total or parcel.heads[0].is_even or not parcel.blocks:
         return parcel
     return Parcel.refused(_too_many(total, max_total), len(parcel.heads))
 
@@ -145,31 +158,39 @@ def _too_many(total: int, max_total: int) -> str:
     )
 
 
-def concatenated(blocks: Sequence[Buffer]) -> Buffer:
-    """The blocks one behind the other, copied."""
-    packed = np.concatenate([block.array() for block in blocks])
-    return Buffer(packed, packed.size, packed.nbytes, blocks[0].element, HOST, False, packed)
-
-
 class Landing:
-    """Where blocks of these headers arrive, one behind the other, and how they are handed out.
+    """Where blocks of these headers arrive, and how they are handed out.
+
+    Args:
+        outs: where they are wanted; None: in new memory of the kind of `like`.
+        most: to which number MPI counts; None: any.
 
     Attributes:
-        unit: bytes of what `counts` count: an element, or one byte where the blocks cannot be handed out.
-        packed: the memory, of sum(counts) units.
+        unit: bytes of what is counted: an element, or one byte where the blocks cannot be handed out.
+        counts: how many units each block has.
+        memory: of all blocks.
+        starts: where in it each begins; None: one behind the other.
     """
 
-    def __init__(self, headers: Sequence[Header], outs: Sequence[Buffer] | None, like: object) -> None:
+    def __init__(
+        self, headers: Sequence[Header], outs: Sequence[Buffer] | None, like: object, most: int | None = None
+    ) -> None:
         self._headers = headers
         self._outs = outs
         self._misfit = misfit(headers, outs)
         self._flat: object | None = None
         self.unit = 1 if self._misfit is not None else headers[0].element.itemsize
         self.counts = [head.nbytes // self.unit for head in headers]
-        if outs is None and self._misfit is None:
+        self.starts: list[int] | None = None
+        if self._misfit is None and outs is not None:
+            there = placed(outs, self.unit, most)
+            if there is not None:
+                self.memory, self.starts = there
+                return
+        if self._misfit is None and outs is None:
             self._flat = allocate_like(like, (sum(self.counts),))
         memory = self._flat if self._flat is not None else np.empty(sum(self.counts) * self.unit, np.uint8)
-        self.packed = as_buffer(memory, writable=True)
+        self.memory = as_buffer(memory, writable=True)
 
     def results(self) -> list[Any]:
         """The blocks: views of the allocation, or the given arrays.
@@ -179,12 +200,14 @@ class Landing:
         """
         if self._misfit is not None:
             raise self._misfit
+        if self._outs is not None and self.starts is not None:
+            return [out.owner for out in self._outs]
         ends = np.cumsum(self.counts).tolist()
         spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
         if self._outs is None:
             flat: Any = self._flat
             return [flat[span].reshape(tuple(head.shape)) for span, head in zip(spans, self._headers, strict=True)]
-        arrived = self.packed.array().view(self._headers[0].element.storage)
+        arrived = self.memory.array().view(self._headers[0].element.storage)
         for out, span in zip(self._outs, spans, strict=True):
             out.array()[:] = arrived[span]
         return [out.owner for out in self._outs]

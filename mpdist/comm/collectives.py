@@ -108,7 +108,8 @@ class Collectives(Reductions):
             out: n rows of the type of `x`; missing: allocated like `x` on `src`, a NumPy array elsewhere.
 
         Returns:
-            A Work of the block. A wrong `x` raises on `src` at once, and fails the Work of the others.
+            A Work of the block; until it is done, `x` must not change. A wrong `x` raises on `src` at once, and fails
+            the Work of the others.
         """
         src = self._rank(src, "src")
         target = None if out is None else host_buffer(out, writable=True)

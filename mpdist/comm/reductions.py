@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import native, uneven
+from mpdist.algorithms import native
+from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
 from mpdist.algorithms.shared.team import Team
@@ -18,7 +19,7 @@ from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
-from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same
+from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same, overlap
 
 if TYPE_CHECKING:
     from mpdist.progress.work import Work
@@ -179,12 +180,15 @@ class Reductions(Arrays):
         how = self._reduction(op, mine)
         target = self._output(mine, out, mine.shape)
         counts, element, name = [block.count for block in blocks], mine.element.name, name_of(op)
+        source = joined(blocks)
+        if overlap(source, target):
+            source = concatenated(blocks)
         program = native.reduce_scatterv if isinstance(how, Reduction) else native.reduce_scatter_by_function
         return self._channel.post(
             "reduce_scatter",
             program,
             lambda: f"{element} x {counts} {name}",
-            uneven.concatenated(blocks),
+            source,
             target,
             counts,
             how,

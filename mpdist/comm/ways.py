@@ -81,7 +81,7 @@ def _is_single_scatter(arguments: Sequence[Any], limit: int) -> bool:
     _, parcel, out, *_ = arguments
     if out is None or out.nbytes >= limit:
         return False
-    return parcel is None or (parcel.packed is not None and parcel.heads[0].is_even and parcel.heads[0].nbytes < limit)
+    return parcel is None or (bool(parcel.blocks) and parcel.heads[0].is_even and parcel.heads[0].nbytes < limit)
 
 
 def _buffers(argument: Any) -> Iterator[Buffer]:
@@ -91,4 +91,4 @@ def _buffers(argument: Any) -> Iterator[Buffer]:
         for each in argument:
             yield from _buffers(each)
     elif isinstance(argument, uneven.Parcel):
-        yield from _buffers((argument.packed,))
+        yield from _buffers(argument.blocks)

@@ -140,5 +140,5 @@ def _found(argument: object) -> Iterator[Buffer]:
     elif isinstance(argument, list | tuple):
         for each in argument:
             yield from _found(each)
-    elif is_dataclass(argument) and hasattr(argument, "packed"):  # a root's blocks
-        yield from _found(argument.packed)
+    elif is_dataclass(argument) and hasattr(argument, "blocks"):  # a root's
+        yield from _found(argument.blocks)

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
@@ -279,23 +280,52 @@ class Transport:
     def iall_to_all(self, x: Buffer, out: Buffer) -> Request:
         return self.comm.Ialltoall(_blocks(x, x.nbytes // self.size), _blocks(out, out.nbytes // self.size))
 
-    # ------------------------------------------------------------------ uneven blocks, counts in units of `unit` bytes
+    # ------------------------------------------------------------------ uneven blocks
+
+    # Counts and starts are in units of `unit` bytes; without starts the blocks lie one behind the other.
 
     @leases
-    def igatherv(self, x: Buffer, out: Buffer | None, counts: Sequence[int], unit: int, dst: int) -> Request:
-        return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit), dst)
+    def igatherv(
+        self,
+        x: Buffer,
+        out: Buffer | None,
+        counts: Sequence[int],
+        unit: int,
+        dst: int,
+        starts: Sequence[int] | None = None,
+    ) -> Request:
+        return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit, starts), dst)
 
     @leases
-    def iscatterv(self, x: Buffer | None, counts: Sequence[int], unit: int, out: Buffer, src: int) -> Request:
-        return self.comm.Iscatterv(None if x is None else _uneven(x, counts, unit), _whole(out), src)
+    def iscatterv(
+        self,
+        x: Buffer | None,
+        counts: Sequence[int],
+        unit: int,
+        out: Buffer,
+        src: int,
+        starts: Sequence[int] | None = None,
+    ) -> Request:
+        return self.comm.Iscatterv(None if x is None else _uneven(x, counts, unit, starts), _whole(out), src)
 
     @leases
-    def iall_gatherv(self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int) -> Request:
-        return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit))
+    def iall_gatherv(
+        self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int, starts: Sequence[int] | None = None
+    ) -> Request:
+        return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit, starts))
 
     @leases
-    def iall_to_allv(self, x: Buffer, sent: Sequence[int], out: Buffer, received: Sequence[int], unit: int) -> Request:
-        return self.comm.Ialltoallv(_uneven(x, sent, unit), _uneven(out, received, unit))
+    def iall_to_allv(
+        self,
+        x: Buffer,
+        sent: Sequence[int],
+        out: Buffer,
+        received: Sequence[int],
+        unit: int,
+        sent_starts: Sequence[int] | None = None,
+        received_starts: Sequence[int] | None = None,
+    ) -> Request:
+        return self.comm.Ialltoallv(_uneven(x, sent, unit, sent_starts), _uneven(out, received, unit, received_starts))
 
     @leases
     def ireduce_scatterv(self, x: Buffer, out: Buffer, counts: Sequence[int], op: str) -> Request:
@@ -381,17 +411,16 @@ def _blocks(buffer: Buffer, block_nbytes: int) -> list[Any]:
     return [memory_of(buffer), 1, _giant(block_nbytes)]
 
 
-def _uneven(buffer: Buffer, counts: Sequence[int], unit: int) -> list[Any]:
-    """The buffer as blocks of `counts` units, one behind the other."""
-    starts = [0]
-    for count in counts[:-1]:
-        starts.append(starts[-1] + count)
-    if starts[-1] > MAX_COUNT and MPI.VERSION < 4:
+def _uneven(buffer: Buffer, counts: Sequence[int], unit: int, starts: Sequence[int] | None) -> list[Any]:
+    """The buffer as blocks of `counts` units that begin at `starts`, or lie one behind the other."""
+    if starts is None:
+        starts = list(accumulate(counts[:-1], initial=0))
+    if max(starts) > MAX_COUNT and MPI.VERSION < 4:
         raise Unavailable(
             f"uneven blocks of {sum(counts)} elements in all: this MPI counts with 32 bits, so their sum must stay "
             f"below {MAX_COUNT}; use even blocks, or several calls"
         )
-    return [memory_of(buffer), (list(counts), starts), _word(unit)]
+    return [memory_of(buffer), (list(counts), list(starts)), _word(unit)]
 
 
 @lru_cache(maxsize=32)

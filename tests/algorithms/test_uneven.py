@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from mpdist.algorithms.header import Header
-from mpdist.algorithms.uneven import Landing, Parcel, concatenated
+from mpdist.algorithms.uneven import Landing, Parcel
 from mpdist.errors import SizeMismatch, UnsupportedBuffer
 from mpdist.memory import as_buffer
 
@@ -15,9 +17,12 @@ HEADS = [Header.of(as_buffer(block)) for block in BLOCKS]
 
 
 def arrive(landing: Landing) -> None:
-    """What MPI does: the bytes of all blocks, one behind the other."""
-    octets = landing.packed.array().view(np.uint8)
-    octets[:] = concatenated([as_buffer(block) for block in BLOCKS]).array().view(np.uint8)
+    """What MPI does: the bytes of all blocks, to where they belong."""
+    octets = landing.memory.array().view(np.uint8)
+    starts = landing.starts or (np.cumsum(landing.counts) - landing.counts).tolist()
+    for start, block in zip(starts, BLOCKS, strict=True):
+        at = start * landing.unit
+        octets[at : at + block.nbytes] = block.reshape(-1).view(np.uint8)
 
 
 def test_blocks_land_in_one_allocation_with_their_shapes() -> None:
@@ -31,9 +36,18 @@ def test_blocks_land_in_one_allocation_with_their_shapes() -> None:
     assert landing.unit == 8
 
 
-def test_blocks_land_in_the_given_arrays() -> None:
-    outs = [np.full(block.size, -1.0) for block in BLOCKS]
-    landing = Landing(HEADS, [as_buffer(out, writable=True) for out in outs], BLOCKS[0])
+def outs_that_fit() -> Iterator[tuple[str, list[np.ndarray]]]:
+    yield "arrays of their own", [np.full(block.size, -1.0) for block in BLOCKS]
+    whole = np.full(20, -1.0)
+    yield "one behind the other", np.split(whole[:8], [3, 3, 7])
+    yield "with gaps, in another order", [whole[9:12], whole[2:2], whole[4:8], whole[0:1]]
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["where they lie", "through memory of its own"])
+@pytest.mark.parametrize(("name", "outs"), list(outs_that_fit()))
+def test_blocks_land_in_the_given_arrays(name: str, outs: list[np.ndarray], most: int | None) -> None:
+    landing = Landing(HEADS, [as_buffer(out, writable=True) for out in outs], BLOCKS[0], most)
+    assert (landing.starts is None) == (most == 0)
     arrive(landing)
     results = landing.results()
     for result, out, block in zip(results, outs, BLOCKS, strict=True):
@@ -69,5 +83,13 @@ def test_rows_are_parcelled_without_a_copy() -> None:
     x = np.arange(12.0).reshape(6, 2)
     parcel = Parcel.of_rows(as_buffer(x), 3, (2, 2))
     assert [(head.shape, head.nbytes) for head in parcel.heads] == [([2, 2], 32)] * 3
-    assert parcel.packed is not None
-    assert np.shares_memory(parcel.packed.array(), x)
+    assert np.shares_memory(parcel.blocks[0].array(), x)
+
+
+def test_blocks_are_parcelled_without_a_copy_unless_they_overlap() -> None:
+    x = np.arange(6.0)
+    parcel = Parcel.of_blocks([as_buffer(x[:2]), as_buffer(x[3:])])
+    assert all(np.shares_memory(block.array(), x) for block in parcel.blocks)
+    parcel = Parcel.of_blocks([as_buffer(x[:4]), as_buffer(x[3:])])
+    assert not any(np.shares_memory(block.array(), x) for block in parcel.blocks)
+    assert [block.array().tolist() for block in parcel.blocks] == [[0, 1, 2, 3], [3, 4, 5]]

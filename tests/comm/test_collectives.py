@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -471,6 +472,122 @@ async def test_uneven_reduce_scatter(comm: Communicator) -> None:
             mine = [numbers(5 * comm.rank % 7, dtype, 10 * src + comm.rank) for src in range(comm.size)]
             result = await comm.reduce_scatter(x, op)
             assert_values(own_result(library, result), reduced(op, mine, dtype), (library, dtype, op))
+
+
+def cut(counts: list[int], layout: str) -> list[Values]:
+    """Arrays of so many elements: views that lie in some way, or arrays of their own."""
+    if layout == "arrays of their own":
+        return [np.zeros(count) for count in counts]
+    gap = 3 if layout == "gaps" else 0
+    order = list(range(len(counts)))
+    if layout == "another order":
+        order.reverse()
+    whole = np.zeros(sum(counts) + gap * len(counts))
+    views: dict[int, Values] = {}
+    start = 0
+    for place in order:
+        views[place] = whole[start : start + counts[place]]
+        start += counts[place] + gap
+    return [views[place] for place in range(len(counts))]
+
+
+def filled(blocks: list[Values], values: list[Values], is_frozen: bool = False) -> list[Values]:
+    for block_, value in zip(blocks, values, strict=True):
+        block_[:] = value
+        block_.flags.writeable = not is_frozen
+    return blocks
+
+
+LAYOUTS = ["one behind the other", "gaps", "another order", "arrays of their own"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_uneven_blocks_go_from_and_to_wherever_they_lie(comm: Communicator, layout: str) -> None:
+    everyone_ = range(comm.size)
+    sent = [block(comm, comm.rank, dst, "float64") for dst in everyone_]
+    wanted = [block(comm, src, comm.rank, "float64") for src in everyone_]
+    x = filled(cut([len(each) for each in sent], layout), sent, is_frozen=True)
+
+    def outs(values: list[Values]) -> list[Values]:
+        return cut([len(each) for each in values], layout)
+
+    def check(results: Any, given: list[Values], values: list[Values]) -> None:
+        for result, out, value in zip(results, given, values, strict=True):
+            assert result is out
+            assert_values(result, value, layout)
+        around = given[0] if given[0].base is None else given[0].base
+        if around is not given[0]:
+            assert np.count_nonzero(around) == sum(np.count_nonzero(each) for each in values), "beside the blocks"
+
+    given = outs(wanted)
+    check(await comm.all_to_all(x, out=given), given, wanted)
+    for src in everyone_:
+        own = block(comm, src, comm.rank, "float64")
+        assert_values(await comm.scatter(x if comm.rank == src else None, src, out=np.zeros(len(own))), own, layout)
+    to_last = [block(comm, src, comm.size - 1, "float64") for src in everyone_]
+    given = outs(to_last)
+    results = await comm.gather([x[-1]], 0, out=given if comm.rank == 0 else None)
+    if comm.rank == 0:
+        check(results, given, to_last)
+    check(await comm.all_gather([x[-1]], out=given), given, to_last)
+    counts = [5 * dst % 7 for dst in everyone_]
+    rows = [filled(cut(counts, layout), [numbers(n, "float64", r) for n in counts], is_frozen=True) for r in everyone_]
+    result = await comm.reduce_scatter(rows[comm.rank])
+    assert_values(result, sum(row[comm.rank] for row in rows), layout)
+    for each, value in zip(x, sent, strict=True):
+        assert_values(each, value, "input")
+
+
+async def test_the_same_array_may_go_to_all(comm: Communicator) -> None:
+    x = np.full(comm.rank + 2, comm.rank)
+    for results in (await comm.all_to_all([x] * comm.size), await comm.all_gather([x])):
+        for src, result in enumerate(results):
+            assert_values(result, np.full(src + 2, src), "the same array")
+    result = await comm.scatter([x] * comm.size if comm.rank == 0 else None, 0)
+    assert_values(result, np.zeros(2, int), "the same array")
+    total = await comm.reduce_scatter([np.full(3, comm.rank)] * comm.size)
+    assert_values(total, np.full(3, sum(range(comm.size))), "the same array")
+
+
+async def test_an_uneven_reduce_scatter_may_write_over_other_blocks_of_x(comm: Communicator) -> None:
+    x = np.arange(3.0 * comm.size)
+    blocks = list(x.reshape(comm.size, 3))
+    result = await comm.reduce_scatter(blocks, out=blocks[comm.rank - 1] if comm.size > 1 else None)
+    assert_values(result, comm.size * (np.arange(3.0) + 3 * comm.rank), "over x")
+
+
+async def test_results_of_uneven_blocks_share_nothing_with_the_input(comm: Communicator) -> None:
+    x = np.zeros(2 * comm.size)
+    blocks = np.split(x, comm.size)
+    results = [*await comm.all_to_all(blocks), *await comm.all_gather([blocks[0]]), await comm.reduce_scatter(blocks)]
+    results += [await comm.scatter(blocks if comm.rank == src else None, src) for src in range(comm.size)]
+    for result in results:
+        assert not np.shares_memory(result, x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_uneven_blocks_are_not_copied(comm: Communicator, layout: str) -> None:
+    count = 256 * 1024
+    x, outs = cut([count + dst for dst in range(comm.size)], layout), cut([count + comm.rank] * comm.size, layout)
+    mine, gathered = np.zeros(count + comm.rank), cut([count + src for src in range(comm.size)], layout)
+    is_root = comm.rank == 0
+
+    async def all_kinds() -> None:
+        await comm.all_to_all(x, out=outs)
+        await comm.all_gather([mine], out=gathered)
+        await comm.gather([mine], 0, out=gathered if is_root else None)
+        await comm.scatter(x if is_root else None, 0, out=mine)
+        if layout == "one behind the other":
+            await comm.reduce_scatter(x, out=mine)
+
+    await all_kinds()
+    tracemalloc.start()
+    try:
+        await all_kinds()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < mine.nbytes
 
 
 async def test_uneven_blocks_keep_their_shapes(comm: Communicator) -> None:

@@ -73,6 +73,8 @@ INPUTS: dict[str, Post] = {
     "scan": lambda c, x: c.scan(x),
     "uneven all_to_all": lambda c, x: c.all_to_all([x] * c.size),
     "scatter": lambda c, x: c.scatter(x if c.rank == 0 else None, 0),
+    "uneven scatter": lambda c, x: c.scatter(np.split(x, range(1, c.size)) if c.rank == 0 else None, 0),
+    "uneven reduce_scatter": lambda c, x: c.reduce_scatter(np.split(x, range(1, c.size))),
     "reduce by function": lambda c, x: c.all_reduce(x, op=np.add, out=np.empty_like(x)),
 }
 
