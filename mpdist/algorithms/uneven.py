@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from mpdist.memory import Buffer, Element, allocate, allocate_like, as_buffer
 from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
+    from mpdist.memory.elements import Array
     from mpdist.transport.mpi import Request, Transport
 
 
@@ -87,7 +89,7 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
     """Blocks of any size to dst, which gets a list."""
     is_dst = transport.rank == dst
     heads = room(transport.size) if is_dst else None
-    totals = np.array([x.count])
+    totals = None if transport.max_total is None else np.array([x.count])
     yield _with_totals(transport, transport.igather(pack([Header.of(x)]), heads, dst), totals)
     _check_totals(transport, totals)
     if heads is None:
@@ -104,7 +106,7 @@ def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, l
     heads = room(transport.size)
     yield transport.iall_gather(pack([Header.of(x)]), heads)
     headers = unpack(heads)
-    _check_totals(transport, np.array([sum(prod(head.shape) for head in headers)]))
+    _check_total(transport, sum(prod(head.shape) for head in headers))
     landing = Landing(headers, outs, like, transport.max_total)
     yield transport.iall_gatherv(x, landing.memory, landing.counts, landing.unit, landing.starts)
     return landing.results()
@@ -115,9 +117,7 @@ def all_to_all(
 ) -> Steps[Any]:
     """Block r of each rank to rank r."""
     heads = room(transport.size)
-    totals = np.zeros((2, transport.size), np.int64)
-    totals[0] = [block.count for block in blocks]  # summed: what each rank receives
-    totals[1, transport.rank] = totals[0].sum()  # what each rank sends
+    totals = None if transport.max_total is None else _sent_and_received(transport, blocks)
     heading = transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)
     yield _with_totals(transport, heading, totals)
     _check_totals(transport, totals)
@@ -129,18 +129,33 @@ def all_to_all(
     return landing.results()
 
 
-def _with_totals(transport: Transport, headers: Request, totals: np.ndarray[Any, Any]) -> Request:
-    """The headers, and at the same time the sum of the totals over all ranks; only where there is a limit."""
-    if transport.max_total is None:
+# Totals are compared only where there is a limit; else they are None.
+
+
+def _sent_and_received(transport: Transport, blocks: Sequence[Buffer]) -> Array:
+    """What, summed over all ranks, is how many elements each of them receives and sends."""
+    totals = np.zeros((2, transport.size), np.int64)
+    totals[0] = [block.count for block in blocks]
+    totals[1, transport.rank] = totals[0].sum()
+    return totals
+
+
+def _with_totals(transport: Transport, headers: Request, totals: Array | None) -> Request:
+    """The headers, and at the same time the sum of the totals over all ranks."""
+    if totals is None:
         return headers
     return transport.together([headers, transport.iall_reduce(None, as_buffer(totals, writable=True), "sum")])
 
 
-def _check_totals(transport: Transport, totals: np.ndarray[Any, Any]) -> None:
+def _check_totals(transport: Transport, totals: Array | None) -> None:
     """Raise Unavailable on all ranks if one has too much."""
-    largest = int(totals.max())
-    if transport.max_total is not None and largest > transport.max_total:
-        raise Unavailable(_too_many(largest, transport.max_total))
+    if totals is not None:
+        _check_total(transport, int(totals.max()))
+
+
+def _check_total(transport: Transport, total: int) -> None:
+    if transport.max_total is not None and total > transport.max_total:
+        raise Unavailable(_too_many(total, transport.max_total))
 
 
 def _limited(parcel: Parcel, max_total: int | None) -> Parcel:
@@ -202,7 +217,7 @@ class Landing:
             raise self._misfit
         if self._outs is not None and self.starts is not None:
             return [out.owner for out in self._outs]
-        ends = np.cumsum(self.counts).tolist()
+        ends = accumulate(self.counts)
         spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
         if self._outs is None:
             flat: Any = self._flat
