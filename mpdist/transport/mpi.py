@@ -420,6 +420,9 @@ def _uneven(buffer: Buffer, counts: Sequence[int], unit: int, starts: Sequence[i
             f"uneven blocks of {sum(counts)} elements in all: this MPI counts with 32 bits, so their sum must stay "
             f"below {MAX_COUNT}; use even blocks, or several calls"
         )
+    # Open MPI copies a rank's block to itself at once if both sides have this type, else through memory of its own.
+    if (max(starts) + max(counts)) * unit <= MAX_COUNT:
+        counts, starts, unit = [count * unit for count in counts], [start * unit for start in starts], 1
     return [memory_of(buffer), (list(counts), list(starts)), _word(unit)]
 
 
