@@ -28,6 +28,27 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Request, Transport
 
 
+# MPICH moves 64 KiB at a look. A turn of the event loop takes as long as some of them: 16 MiB took twice the time.
+LOOKS = 8
+LARGE_BYTES = 256 * 1024
+
+
+class Looks:
+    """A request of large data: it moves at each look, so several are one."""
+
+    def __init__(self, request: Request) -> None:
+        self._test = request.Test
+
+    def Test(self) -> bool:
+        """Whether it is complete."""
+        return any(self._test() for _ in range(LOOKS))
+
+
+def _moving(request: Request, nbytes: int) -> Request:
+    """The request that moves so many bytes from or to this rank."""
+    return Looks(request) if nbytes >= LARGE_BYTES else request
+
+
 @dataclass(frozen=True)
 class Parcel:
     """The root's blocks, or only its refusal.
@@ -75,11 +96,11 @@ def scatter(
     if head.is_even:
         yield from spread(transport, None if parcel is None else parcel.blocks[0], target, src)
     elif parcel is None:
-        yield transport.iscatterv(None, (), unit, target, src)
+        yield _moving(transport.iscatterv(None, (), unit, target, src), target.nbytes)
     else:
         counts = [each.nbytes // unit for each in parcel.heads]
         memory, starts = readable(parcel.blocks, unit, transport.max_total)
-        yield transport.iscatterv(memory, counts, unit, target, src, starts)
+        yield _moving(transport.iscatterv(memory, counts, unit, target, src, starts), sum(counts) * unit)
     if misfit is not None:
         raise misfit
     return target.owner
@@ -93,11 +114,13 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
     yield _with_totals(transport, transport.igather(pack([Header.of(x)]), heads, dst), totals)
     _check_totals(transport, totals)
     if heads is None:
-        yield transport.igatherv(x, None, (), x.element.itemsize, dst)
+        yield _moving(transport.igatherv(x, None, (), x.element.itemsize, dst), x.nbytes)
         return None
     headers = unpack(heads)
     landing = Landing(headers, outs, like, transport.max_total)
-    yield transport.igatherv(x, landing.memory, landing.counts, landing.unit, dst, landing.starts)
+    yield _moving(
+        transport.igatherv(x, landing.memory, landing.counts, landing.unit, dst, landing.starts), landing.nbytes
+    )
     return landing.results()
 
 
@@ -108,7 +131,9 @@ def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, l
     headers = unpack(heads)
     _check_total(transport, sum(prod(head.shape) for head in headers))
     landing = Landing(headers, outs, like, transport.max_total)
-    yield transport.iall_gatherv(x, landing.memory, landing.counts, landing.unit, landing.starts)
+    yield _moving(
+        transport.iall_gatherv(x, landing.memory, landing.counts, landing.unit, landing.starts), landing.nbytes
+    )
     return landing.results()
 
 
@@ -125,7 +150,8 @@ def all_to_all(
     unit = landing.unit
     sent = [block.nbytes // unit for block in blocks]
     memory, starts = readable(blocks, unit, transport.max_total)
-    yield transport.iall_to_allv(memory, sent, landing.memory, landing.counts, unit, starts, landing.starts)
+    request = transport.iall_to_allv(memory, sent, landing.memory, landing.counts, unit, starts, landing.starts)
+    yield _moving(request, sum(sent) * unit + landing.nbytes)
     return landing.results()
 
 
@@ -183,6 +209,7 @@ class Landing:
     Attributes:
         unit: bytes of what is counted: an element, or one byte where the blocks cannot be handed out.
         counts: how many units each block has.
+        nbytes: of all blocks.
         memory: of all blocks.
         starts: where in it each begins; None: one behind the other.
     """
@@ -196,6 +223,7 @@ class Landing:
         self._flat: object | None = None
         self.unit = 1 if self._misfit is not None else headers[0].element.itemsize
         self.counts = [head.nbytes // self.unit for head in headers]
+        self.nbytes = sum(self.counts) * self.unit
         self.starts: list[int] | None = None
         if self._misfit is None and outs is not None:
             there = placed(outs, self.unit, most)
@@ -204,7 +232,7 @@ class Landing:
                 return
         if self._misfit is None and outs is None:
             self._flat = allocate_like(like, (sum(self.counts),))
-        memory = self._flat if self._flat is not None else np.empty(sum(self.counts) * self.unit, np.uint8)
+        memory = self._flat if self._flat is not None else np.empty(self.nbytes, np.uint8)
         self.memory = as_buffer(memory, writable=True)
 
     def results(self) -> list[Any]:
