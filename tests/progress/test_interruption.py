@@ -70,11 +70,11 @@ posts = pytest.mark.parametrize("post", [one_request, one_program])
 @posts
 def test_an_interrupted_wait_may_be_repeated(comm: Communicator, interruption: type[BaseException], post: Post) -> None:
     work = post(comm, 3)
-    while not work.done():
+    while not work._done:
         try:
             work.wait()
         except interruption:
-            assert not work.done()
+            assert not work._done
             assert work in comm._channel.engine.active
     assert work.wait() == "result"
 
@@ -85,11 +85,11 @@ def test_an_interrupted_await_may_be_repeated(
 ) -> None:
     async def main() -> str:
         work = post(comm, 3)
-        while not work.done():
+        while not work._done:
             try:
                 await work
             except interruption:
-                assert not work.done()
+                assert not work._done
         return await work
 
     assert asyncio.run(main()) == "result"
