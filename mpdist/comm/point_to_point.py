@@ -106,8 +106,9 @@ class PointToPoint(Operations):
                 return receive_on_device(channel, buffer, *self._pattern(src, tag))
             return channel.inbox.receive(Receive(channel, buffer, *self._pattern(src, tag)))
         except UsageError as error:
-            if type(x) is int and src is ANY_SOURCE:
-                error = type(error)(f"{error}. Did you mean recv(src={x})?")
+            if type(x) is int:  # as probe() and recv_object() have it
+                meant = f"src={x}" if src is ANY_SOURCE else f"src={x}, tag={src}"
+                error = type(error)(f"{error}. Did you mean recv({meant})?")
             raise self._explained("recv", error) from error.__cause__
 
     def sendrecv(

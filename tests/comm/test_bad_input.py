@@ -361,6 +361,7 @@ def group_cases() -> Iterator[Case]:
         ("timeout", "number of seconds", "'a'"),
     )
     yield "recv: a rank", lambda comm: comm.recv(1), UnsupportedBuffer, ("recv", "Did you mean recv(src=1)?")
+    yield "recv: a rank and a tag", lambda comm: comm.recv(1, 5), UnsupportedBuffer, ("recv", "recv(src=1, tag=5)?")
     yield "within: negative", lambda comm: comm.recv(tag=77).within(-1), UsageError, ("within", "-1")
 
 
