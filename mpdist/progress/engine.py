@@ -61,6 +61,9 @@ WAITED_FOR_SECONDS = 0.005
 # A thread that has waited so long without any progress tells the ranks of its node, see `Doorbell.is_awaited`.
 UNMOVED_SECONDS = 0.001
 
+# Who asks for the state of thousands does not drive for each.
+LOOK_SECONDS = 20e-6
+
 # Where processors are scarce, a yield may last as long as the others' slices: an await ends its looks after this time.
 YIELDING_SECONDS = 0.002
 
@@ -154,6 +157,7 @@ class Engine:
         self._asleep = False
         self._has_yielded = False  # in an await since the last tick
         self._last_move = 0.0
+        self._looked = 0.0
         self._thread: ProgressThread | None = None
 
     # ------------------------------------------------------------------ driving
@@ -186,10 +190,13 @@ class Engine:
         return moved
 
     def look(self) -> None:
-        """Drive once for somebody who asks, unless this is in a drive already, or another thread drives."""
+        """Drive once for somebody who asks, unless that was just done, this is in a drive, or another thread drives."""
+        if monotonic() < self._looked + LOOK_SECONDS:
+            return
         if self.is_threaded and not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as threading.Condition asks
             self.lock.release()  # callbacks are not to run under it
             self.drive()
+            self._looked = monotonic()
 
     def _listen(self) -> bool:
         moved = False
