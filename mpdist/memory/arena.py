@@ -81,10 +81,6 @@ class Block:
         """The memory as bytes; the array keeps the block."""
         return np.asarray(self)
 
-    def map_now(self) -> None:
-        """Let the first write to a page take no longer than the next: all are mapped now, in 0.3 ms per MiB."""
-        self._arena.map_now(self.offset, self.nbytes)
-
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._arena.give_back(self.offset, self.nbytes)
@@ -147,7 +143,10 @@ class Arena:
         return array
 
     def map_now(self, offset: int, nbytes: int) -> None:
-        """Map whole pages of a block; without effect where the system can't."""
+        """Let the first write to these pages of a block take no longer than the next, in 0.3 ms per MiB.
+
+        Without effect where the system can't.
+        """
         if sys.platform == "linux":
             with suppress(OSError):  # an older kernel: the first write to a page maps it
                 self.memory.madvise(_POPULATE_WRITE, offset, nbytes)

@@ -20,7 +20,7 @@ def test_slices_cover_everything_once_and_begin_on_lines(count: int, parts: int,
     assert (at[0], at[-1]) == (0, count)
     assert all(low <= high for low, high in pairwise(at))
     assert all(low % 64 == 0 or low == count for low in at)
-    assert at[parts:] == [count] * (more + 1)
+    assert at[parts:] == (count,) * (more + 1)
 
 
 @given(st.integers(0, 10**7), st.integers(1, 16))

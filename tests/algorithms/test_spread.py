@@ -15,7 +15,7 @@ SLOTS, LARGE = (0, SLOT_BYTES), (16 * MIB, 16 * MIB + LARGE_BYTES)
 
 
 def made(has_room: bool = True) -> Spread:
-    return Spread(SLOTS, lambda: LARGE if has_room else None, LARGE_BYTES)
+    return Spread(SLOTS, lambda: LARGE if has_room else None, LARGE_BYTES, lambda at, nbytes: None)
 
 
 def is_wide(start: int) -> bool:
@@ -81,7 +81,10 @@ def test_where_others_keep_it_a_place_is_not_taken_again_at_once(monkeypatch: py
 
 def test_larger_slots_are_asked_for_when_enough_rounds_have_come_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    machine, place = Machine(monkeypatch, 4 * MIB, 4), Spread(SLOTS, lambda: asked.append(1), LARGE_BYTES)
+    machine, place = (
+        Machine(monkeypatch, 4 * MIB, 4),
+        Spread(SLOTS, lambda: asked.append(1), LARGE_BYTES, lambda at, nbytes: None),
+    )
     for _ in range(SAMPLES):
         machine.write(place, 262144)
     assert not asked
@@ -108,3 +111,21 @@ def test_it_tells_when_it_tries_places(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.write(place, 65536)
         tried.append(place.is_trying)
     assert tried == 2 * ([True] * 2 * SAMPLES + [False] * (CYCLE - 2 * SAMPLES))
+
+
+@pytest.mark.parametrize("nbytes", [16384, 100_000, MIB])
+def test_each_place_of_a_large_slot_is_mapped_once_before_it_is_written(nbytes: int) -> None:
+    mapped: set[int] = set()
+
+    def map_now(at: int, count: int) -> None:
+        assert any(start <= at and at + count <= start + LARGE_BYTES for start in LARGE)
+        pages = set(range(at, at + count, 4096))
+        assert not mapped & pages
+        mapped.update(pages)
+
+    place = Spread(SLOTS, lambda: LARGE, LARGE_BYTES, map_now)
+    for number in range(2 * SAMPLES):
+        start = place.begin(number % 2, nbytes)
+        assert not is_wide(start) or mapped >= set(range(start // 4096 * 4096, start + nbytes, 4096))
+        place.end(nbytes)
+    assert mapped

@@ -255,7 +255,7 @@ def test_pages_that_are_mapped_are_written_without_a_fault(file: File) -> None:
         block = take(file.arena, NBYTES)
         array = block.bytes()
         if maps:
-            block.map_now()
+            file.arena.map_now(block.offset, block.nbytes)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         array[::PAGE_BYTES] = 1
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

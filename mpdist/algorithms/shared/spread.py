@@ -30,6 +30,9 @@ GAIN = 0.6
 
 LINE_BYTES = 64
 
+# What is mapped at a time, before it is first written: meeting its pages one by one takes longer, and would be timed.
+MAPPED_BYTES = 1024 * 1024
+
 Starts = tuple[int, int]
 """Where the slots of even and of odd rounds begin."""
 
@@ -37,14 +40,39 @@ Starts = tuple[int, int]
 class Spread:
     """Where one member's rounds begin."""
 
-    __slots__ = ("_ask", "_began", "_is_wide", "_large", "_large_bytes", "_round", "_slots", "_times", "_turns")
+    __slots__ = (
+        "_ask",
+        "_began",
+        "_is_wide",
+        "_large",
+        "_large_bytes",
+        "_map",
+        "_round",
+        "_slots",
+        "_times",
+        "_turns",
+        "_unmapped",
+    )
 
-    def __init__(self, slots: Starts, large: Callable[[], Starts | None], large_bytes: int) -> None:
-        """Take the slots, and what gives large ones of so many bytes, if there is memory; it is asked once."""
+    def __init__(
+        self,
+        slots: Starts,
+        large: Callable[[], Starts | None],
+        large_bytes: int,
+        map_now: Callable[[int, int], None],
+    ) -> None:
+        """Make no large slots yet.
+
+        Args:
+            large: gives large ones of so many bytes, if there is memory; it is asked once.
+            map_now: maps so many bytes from a byte on.
+        """
         self._slots = slots
         self._ask: Callable[[], Starts | None] | None = large
         self._large: Starts | None = None
         self._large_bytes = large_bytes
+        self._map = map_now
+        self._unmapped = {(side, at) for side in range(2) for at in range(0, large_bytes, MAPPED_BYTES)}
         self._is_wide = False
         self._round = -1
         self._turns = [0, 0]
@@ -72,7 +100,16 @@ class Spread:
             return self._slots[side]
         width = nbytes + -nbytes % LINE_BYTES or LINE_BYTES
         self._turns[side] = turn = self._turns[side] + 1
-        return large[side] + turn % (self._large_bytes // width) * width
+        start = turn % (self._large_bytes // width) * width
+        if self._unmapped:
+            self._map_all(large, side, start, width)
+        return large[side] + start
+
+    def _map_all(self, large: Starts, side: int, start: int, width: int) -> None:
+        for at in range(start // MAPPED_BYTES * MAPPED_BYTES, start + width, MAPPED_BYTES):
+            if (side, at) in self._unmapped:
+                self._unmapped.remove((side, at))
+                self._map(large[side] + at, MAPPED_BYTES)
 
     @property
     def is_trying(self) -> bool:

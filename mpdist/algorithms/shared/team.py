@@ -163,7 +163,7 @@ class Team:
         # Nothing that this knows knows the team, whose memory is to go with its last use.
         self._blocks = [block]
         more = partial(_large_slots, shared.arena, self._blocks)
-        self.spread = Spread(slots, more, LARGE_SLOT_BYTES)
+        self.spread = Spread(slots, more, LARGE_SLOT_BYTES, shared.arena.map_now)
         self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
         self.size = len(members)
         self.has_two_ways = self.size == 2 and shared.reach is not None
@@ -413,7 +413,6 @@ def _large_slots(arena: Arena, blocks: list[Block]) -> tuple[int, int] | None:
     block = arena.allocate(2 * LARGE_SLOT_BYTES)
     if block is None:
         return None
-    block.map_now()  # or the first writing of all its places, which is what is timed, takes three times as long
     blocks.append(block)
     return block.offset, block.offset + LARGE_SLOT_BYTES
 
