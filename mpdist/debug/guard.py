@@ -81,7 +81,7 @@ class GuardedInbox(Inbox):
         text = f"{receive.describe()}, called at {caller()}"
         super().receive(receive)
         if spans and not receive._done:
-            leases.take(text, spans, receive.done)
+            leases.take(text, spans, lambda: receive._done)
         return receive
 
     def receive_array(self, x: ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int) -> Any:
@@ -117,7 +117,10 @@ def _is_over(steps: Steps[Any] | None) -> bool:
 
 def _buffers(channel: Channel, op: str, arguments: Sequence[object]) -> tuple[list[Buffer], list[Buffer]]:
     """What a collective reads, and what it writes. Its input comes first, as in all operations."""
-    first, *others = _plain(arguments, channel) or [None]
+    own = _plain(arguments, channel)
+    while own and own[0] is not None and not any(True for _ in _found(own[0])):  # what it is done by
+        own = own[1:]
+    first, *others = own or [None]
     if op == "broadcast" and channel.rank not in others:
         first, others = None, [first, *others]
     outputs = [each for other in others for each in _found(other) if not each.readonly]

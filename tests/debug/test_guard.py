@@ -190,3 +190,14 @@ async def test_all_forms_of_collectives_pass(guarded: mpdist.Communicator) -> No
         blocks = np.split(x, n) if guarded.rank == 0 else None
         await asyncio.gather(guarded.scatter(blocks, 0), guarded.scatter(blocks, 0))
         await asyncio.gather(*[guarded.scatter(x if guarded.rank == 0 else None, 0) for _ in range(2)])
+
+
+@pytest.mark.parametrize("count", [1, 10_000])
+async def test_one_array_may_be_read_by_several_reductions(guarded: mpdist.Communicator, count: int) -> None:
+    """Also where it is small and goes through shared memory, which is a call of another form."""
+    await guarded.all_reduce(np.ones(10_000))
+    x, total, largest = np.full(count, guarded.rank + 1.0), np.empty(count), np.empty(count)
+    works = guarded.all_reduce(x, out=total), guarded.all_reduce(x, "max", out=largest)
+    await asyncio.gather(*works)
+    assert (total == guarded.size * (guarded.size + 1) / 2).all()
+    assert (largest == guarded.size).all()
