@@ -125,4 +125,5 @@ def _drop_unclaimed(channel: Channel) -> Steps[None]:
 
 def _close_node(node: Node) -> Steps[None]:
     yield Until(lambda: all(work._done for work in node.channel.collectives))
-    yield Until(node.close().done)
+    closing = node.close()
+    yield Until(lambda: closing._done)

@@ -158,6 +158,7 @@ class Engine:
         self._has_yielded = False  # in an await since the last tick
         self._last_move = 0.0
         self._looked = 0.0
+        self._is_looking = False
         self._thread: ProgressThread | None = None
 
     # ------------------------------------------------------------------ driving
@@ -191,11 +192,18 @@ class Engine:
 
     def look(self) -> None:
         """Drive once for somebody who asks, unless that was just done, this is in a drive, or another thread drives."""
-        if monotonic() < self._looked + LOOK_SECONDS:
+        if self._is_looking or monotonic() < self._looked + LOOK_SECONDS:
             return
-        if self.is_threaded and not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as threading.Condition asks
-            self.lock.release()  # callbacks are not to run under it
+        if not (self.is_threaded or threading.get_ident() == threading.main_thread().ident):
+            return
+        if self.lock._is_owned() or not self.lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as threading.Condition asks
+            return
+        self.lock.release()  # callbacks are not to run under it
+        self._is_looking = True  # they may ask, too
+        try:
             self.drive()
+        finally:
+            self._is_looking = False
             self._looked = monotonic()
 
     def _listen(self) -> bool:

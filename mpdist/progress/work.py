@@ -309,6 +309,7 @@ def _refused(name: str) -> Callable[..., Never]:
 # Not ==, by which Works are told from each other, nor truth.
 for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "radd", "rsub", "rmul", "rtruediv", "rmatmul", "rpow"):
     setattr(Work, f"__{_name}__", _refused(_name))
+Work.__iter__ = None  # type: ignore[attr-defined]  # or Python would go through __getitem__
 for _name in ("lt", "le", "gt", "ge", "neg", "float", "int", "getitem", "array"):
     setattr(Work, f"__{_name}__", _refused(_name))
 for _name in ("count", "data", "dtype", "item", "mean", "nbytes", "shape", "size", "sum", "tolist"):

@@ -46,6 +46,9 @@ class ForkedEngine(Engine):
     def ensure_ticking(self) -> None:
         """Nothing is driven."""
 
+    def look(self) -> None:
+        """Nothing is driven."""
+
     def _tick(self) -> None:
         """Nothing is driven."""
 

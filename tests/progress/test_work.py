@@ -528,6 +528,23 @@ async def test_who_asks_again_and_again_whether_it_is_done_gets_there(comm: Comm
     assert called == [works[1]]
 
 
+async def test_callbacks_may_ask_for_the_state_of_each_other(comm: Communicator) -> None:
+    """One asks while another is run because somebody has asked."""
+    count, answers = 400, []
+    pending = comm.recv(tag=7)
+    works = [comm.recv(np.zeros(1, int), tag=1) for _ in range(count)]
+    for work in works:
+        work._callbacks = [(lambda _: answers.append(pending.done()), None, None)]
+    for _ in range(count):
+        await send(comm, 1, tag=1)
+    while not all(work.done() for work in works):
+        pass
+    while len(answers) < count:
+        comm._channel.engine.drive()
+    assert answers == [False] * count
+    assert pending.cancel()
+
+
 async def test_a_work_in_place_of_its_result_is_a_clear_error(comm: Communicator) -> None:
     work = comm.all_reduce(np.ones(3))
     for use in (
