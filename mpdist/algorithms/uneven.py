@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.algorithms.blocks import are_apart, concatenated, placed, readable
+from mpdist.algorithms.blocks import are_apart, concatenated, held, placed, readable
 from mpdist.algorithms.header import Header, pack, room, unpack
 from mpdist.errors import SizeMismatch, Unavailable, UnsupportedBuffer, UsageError
 from mpdist.memory import Buffer, Element, allocate, allocate_like, as_buffer
@@ -108,6 +108,7 @@ def scatter(
 
 def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: int, like: object) -> Steps[Any]:
     """Blocks of any size to dst, which gets a list."""
+    _kept = held(outs or ())
     is_dst = transport.rank == dst
     heads = room(transport.size) if is_dst else None
     totals = None if transport.max_total is None else np.array([x.count])
@@ -126,6 +127,7 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
 
 def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, like: object) -> Steps[Any]:
     """Blocks of any size to all."""
+    _kept = held(outs or ())
     heads = room(transport.size)
     yield transport.iall_gather(pack([Header.of(x)]), heads)
     headers = unpack(heads)
@@ -141,6 +143,7 @@ def all_to_all(
     transport: Transport, blocks: Sequence[Buffer], outs: Sequence[Buffer] | None, like: object
 ) -> Steps[Any]:
     """Block r of each rank to rank r."""
+    _kept = held([*blocks, *(outs or ())])
     heads = room(transport.size)
     totals = None if transport.max_total is None else _sent_and_received(transport, blocks)
     heading = transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)

@@ -86,6 +86,7 @@ class Communicator(Objects, Collectives, Groups):
 
         Raises:
             UsageError: before `mpdist.init()` or `mpdist.run()`.
+            WorkTimeout: a member did not come within MPDIST_TIMEOUT; do not use `comm` any more.
         """
         engine = current.engine("Communicator.from_mpi4py")
         from mpdist.transport.mpi import duplicating

@@ -180,9 +180,7 @@ class Reductions(Arrays):
         how = self._reduction(op, mine)
         target = self._output(mine, out, mine.shape)
         counts, element, name = [block.count for block in blocks], mine.element.name, name_of(op)
-        source = joined(blocks)
-        if overlap(source, target):
-            source = concatenated(blocks)
+        source = concatenated(blocks) if any(overlap(each, target) for each in blocks) else joined(blocks)
         program = native.reduce_scatterv if isinstance(how, Reduction) else native.reduce_scatter_by_function
         return self._channel.post(
             "reduce_scatter",

@@ -44,7 +44,7 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
         given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
     if out is not None:
         given["out"] = staging.mirrored(out, is_result=True)
-    if isinstance(x, list | tuple):  # what is done with blocks of their own sizes may begin at once
+    if isinstance(x, list | tuple):  # blocks of their own sizes may be read before anything is posted
         for mark in staging.copy_out():
             mark.wait()
         staging.sources.clear()

@@ -28,7 +28,7 @@ PAIR_BYTES = 2 * BLOCK_BYTES
 
 
 class Folder:
-    """One op on one element type; made once for a collective, called for every slice.
+    """One op on one element type; kept for all collectives with it, called for every slice.
 
     Attributes:
         terms: how many ranks' inputs the result stands for, which avg divides by; None: a partial result.

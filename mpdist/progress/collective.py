@@ -29,7 +29,7 @@ Place = tuple[CodeType, int]
 Words = tuple[Callable[..., str], *tuple[Any, ...]]
 """A function and its arguments: the text of an operation's details, made only when asked. They keep no array alive."""
 
-_MAKING = ("dup", "split", "subgroup", "node")
+_MAKING = ("dup", "split", "subgroup", "node", "from_mpi4py")
 _TOO_MANY = (
     "; MPI makes only so many communicators (MPICH 2048), and gets back those that all members close or no more refer "
     "to, not those that were left by an exception, or belonged to a torch group that was destroyed"

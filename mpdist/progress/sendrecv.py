@@ -86,7 +86,7 @@ class SendReceive(Wrapped[Message]):
 
     def _meet(self, receive: ArrayReceive) -> None:
         """Look at the receive, then at the send, for a while; without callbacks, where only we wait for them."""
-        if len(receive._callbacks or ()) > 1:
+        if self._done or receive._done or len(receive._callbacks or ()) > 1:  # another thread has driven; others wait
             return
         receive._meet()
         if not receive._looked_at:  # it waits, or came the general way, and calls back

@@ -128,10 +128,7 @@ def _progress(operation: Operation, answers: Answers, *, is_mismatch: bool) -> l
     ]
     return [
         "all ranks have called it: it is being carried out",
-        *(
-            f"rank {operation.rank_in(rank)} does not wait for it, now at {answer.place}"
-            for rank, answer in busy[:MOST_RANKS]
-        ),
+        *(f"rank {operation.rank_in(rank)} is at {answer.place}" for rank, answer in busy[:MOST_RANKS]),
     ]
 
 

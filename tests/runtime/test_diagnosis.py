@@ -141,7 +141,7 @@ def test_who_has_gone_on_is_told() -> None:
     waiting = {rank: answered(3, CALL, waits=("all_reduce",)) for rank in range(4)}
     carried_out = ["    arrived: ranks 0-3", "    all ranks have called it: it is being carried out"]
     assert explain(COLLECTIVE, waiting).splitlines() == carried_out
-    elsewhere = "    rank 2 does not wait for it, now at train.py:36 in load_batch: time.sleep(60)"
+    elsewhere = "    rank 2 is at train.py:36 in load_batch: time.sleep(60)"
     assert explain(COLLECTIVE, waiting | {2: answered(3, CALL)}).splitlines() == [*carried_out, elsewhere]
     over = replace(CALL, seconds=None)
     later = Posted(20, "broadcast", "float32 x 4 from 0", "train.py:14", 3.0)
