@@ -86,6 +86,7 @@ def scatter(
     transport: Transport, spread: Spread, parcel: Parcel | None, out: Buffer | None, src: int, like: object
 ) -> Steps[Any]:
     """Blocks of src, one for each rank; the others give no parcel."""
+    _kept = held(() if parcel is None else parcel.blocks)
     mine = room(1)
     if parcel is not None:
         parcel = _limited(parcel, transport.max_total)

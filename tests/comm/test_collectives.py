@@ -785,3 +785,30 @@ async def test_every_loop_drives_collectives_while_another_task_computes(comm: C
         await comm.all_reduce(np.ones(1))
     task.cancel()
     assert beats >= 2
+
+
+# More than MPI sends before its receiver has come.
+BLOCK_BYTES = 1 << 20
+
+POSTS: dict[str, Callable[[Communicator, list[bytearray]], Any]] = {
+    "scatter": lambda comm, blocks: comm.scatter(blocks if comm.rank == 0 else None, 0),
+    "gather": lambda comm, blocks: comm.gather([bytearray(BLOCK_BYTES)], 0, out=blocks if comm.rank == 0 else None),
+    "all_gather": lambda comm, blocks: comm.all_gather([bytearray(BLOCK_BYTES)], out=blocks),
+    "all_to_all": lambda comm, blocks: comm.all_to_all(blocks),
+    "all_to_all with out": lambda comm, blocks: comm.all_to_all([bytearray(BLOCK_BYTES)] * comm.size, out=blocks),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", POSTS)
+async def test_blocks_cannot_be_resized_from_the_post_on(comm: Communicator, what: str) -> None:
+    blocks = [bytearray(BLOCK_BYTES) for _ in range(comm.size)]
+    if comm.rank:
+        await comm.recv(src=0, tag=3)
+    work = POSTS[what](comm, blocks)
+    if comm.rank == 0:
+        with pytest.raises(BufferError):
+            blocks[0].append(1)  # the others have not come yet
+        for rank in range(1, comm.size):
+            await comm.send(np.ones(1), rank, tag=3)
+    await work
