@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native
 from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
-from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
+from mpdist.algorithms.shared.plans import plan_of
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.table import COMPARED
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
@@ -68,13 +68,13 @@ class Reductions(Arrays):
                     words = (reduction_text, nbytes, how)
                     if nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]:
                         team = channel.team
-                        plan = SmallPlan.of(team, how, nbytes) if isinstance(team, Team) else None
+                        plan = plan_of(team, how, nbytes) if isinstance(team, Team) else None
                         if plan is not None:
                             return channel.post_direct(
                                 "all_reduce",
                                 words,
                                 result,
-                                SmallAllReduce,
+                                plan.request,
                                 team,
                                 plan,
                                 source or target,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-# Since then what warns belongs to the context, not to the thread.
-_IS_OF_CONTEXT = int(np.__version__.split(".", 1)[0]) >= 2
+# Since then what warns belongs to the context, not to the thread, and no Python is needed around the call.
+IS_ONE_CALL = int(np.__version__.split(".", 1)[0]) >= 2
 
 
 class _Quiet(threading.local):
@@ -22,7 +22,7 @@ class _Quiet(threading.local):
 
     def __init__(self) -> None:
         self.call: Callable[..., Any] = _call_in_errstate
-        if _IS_OF_CONTEXT:
+        if IS_ONE_CALL:
             context = Context()
             context.run(np.seterr, all="ignore")
             self.call = context.run

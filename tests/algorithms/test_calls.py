@@ -6,21 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, call_word, misfit
+from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, begin_alike, call_word, misfit
 from mpdist.errors import CollectiveMismatch, SizeMismatch
 
 WHERE = "'world' (rank 0 of 2)"
 
 
-@given(st.sampled_from(OPERATIONS), st.integers(0, 2**42), st.integers(0, 2**40))
-def test_equal_calls_go_together_whatever_their_size_and_a_word_holds_them(op: str, nbytes: int, number: int) -> None:
-    word = call_word(op, nbytes, number)
+@given(st.sampled_from(OPERATIONS), st.integers(0, 2**42), st.integers(0, 2**40), st.booleans())
+def test_equal_calls_go_together_whatever_their_size_and_a_word_holds_them(
+    op: str, nbytes: int, number: int, is_one_round: bool
+) -> None:
+    word = call_word(op, nbytes, number, is_one_round)
     assert 0 <= word < 2**63
     assert misfit(WHERE, {0: word, 1: word}, word) is None
 
 
 def test_sizes_that_differ_are_told_by_rank() -> None:
-    calls = {1: call_word("gather", 8, 5), 0: call_word("gather", 1000, 5)}
+    calls = {1: call_word("gather", 8, 5, True), 0: call_word("gather", 1000, 5, True)}
     why = misfit(WHERE, calls, calls[0])
     assert isinstance(why, SizeMismatch)
     assert "gather on 'world' (rank 0 of 2): " in str(why)
@@ -29,7 +31,7 @@ def test_sizes_that_differ_are_told_by_rank() -> None:
 
 
 def test_operations_that_differ_are_told_by_rank() -> None:
-    calls = {0: call_word("reduce", 8, 5), 1: call_word("broadcast", 8, 5)}
+    calls = {0: call_word("reduce", 8, 5, True), 1: call_word("broadcast", 8, 5, True)}
     why = misfit(WHERE, calls, calls[1])
     assert isinstance(why, CollectiveMismatch)
     assert "(rank 0: reduce, rank 1: broadcast)" in str(why)
@@ -38,8 +40,16 @@ def test_operations_that_differ_are_told_by_rank() -> None:
 
 @pytest.mark.parametrize("op", ["reduce", "broadcast"])
 def test_a_word_of_another_round_tells_nothing(op: str) -> None:
-    calls = {0: call_word("reduce", 8, 5), 1: call_word(op, 8, 3)}
+    calls = {0: call_word("reduce", 8, 5, True), 1: call_word(op, 8, 3, True)}
     why = misfit(WHERE, calls, calls[0])
     assert isinstance(why, SizeMismatch)
     assert "(rank 0: 8, rank 1: another operation, or fewer)" in str(why)
     assert not are_in_step(calls.values())
+
+
+def test_ranks_of_which_one_has_more_rounds_are_not_in_step() -> None:
+    calls = [call_word("reduce", 8, 5, is_one_round) for is_one_round in (True, False)]
+    assert not are_in_step(calls)
+    assert begin_alike(calls)
+    why = misfit(WHERE, {0: call_word("gather", 9, 5, True), 1: calls[1]}, calls[1])
+    assert isinstance(why, CollectiveMismatch)

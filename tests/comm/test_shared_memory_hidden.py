@@ -21,10 +21,10 @@ pytestmark = [
 NBYTES = 64 * mmap.PAGESIZE
 
 
-def protect(x: np.ndarray, access: int) -> None:
-    """What may be done with the first page of x."""
+def protect(x: np.ndarray, access: int, page: int = 0) -> None:
+    """What may be done with a page of x."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(mmap.PAGESIZE), access):
+    if libc.mprotect(ctypes.c_void_p(x.ctypes.data + page * mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), access):
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
@@ -45,3 +45,25 @@ async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator) -> None
                     await made.broadcast(x, 0)
         await made.broadcast(x, 0)
         assert (x == 0).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+async def test_so_do_those_of_an_all_reduce(comm: Communicator, op: str) -> None:
+    """A page of rank 0's array, in the half that rank 1 reduces; as one request, and as a program."""
+    skip_without_reach(comm)
+    x = np.frombuffer(mmap.mmap(-1, NBYTES), np.float32)
+    async with forced(comm, SHARED) as made:
+        assert (await made.all_reduce(np.ones(x.size, np.float32), op) == (2 if op == "sum" else 1)).all()
+        for _ in range(2):
+            x[:] = 1
+            if made.rank == 0:
+                protect(x, 0, 60)
+                with pytest.raises(mpdist.CommunicationError, match=r"all_reduce on .*rank 1 could not do its share"):
+                    await made.all_reduce(x, op)
+                protect(x, mmap.PROT_READ | mmap.PROT_WRITE, 60)
+            else:
+                with pytest.raises(mpdist.CommunicationError, match=r"rank 0 .*ordinary memory.*MPDIST_REACH=0"):
+                    await made.all_reduce(x, op)
+            x[:] = made.rank
+            assert (await made.all_reduce(x, op) == (1 if op == "sum" else 0.5)).all()

@@ -18,7 +18,7 @@ from progress.test_loops import in_threads
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms.shared.small import KNOWN_PLANS
+from mpdist.algorithms.shared.plans import KNOWN_PLANS
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(120)]
 

@@ -1,23 +1,17 @@
 """Receives whose meeting with a message a signal's handler interrupts, wherever that is: nothing is lost.
 
-CPython calls handlers where a function begins, where a loop jumps back, and after each
-call of what is not Python. Each of these places is tried in turn, in each file that has to
-do with receives: the signal is sent there, and its handler raises.
+Each place is tried in turn, in each file that has to do with receives, see `interruptions`.
 """
 
 from __future__ import annotations
 
-import dis
 import itertools
-import signal
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 import pytest
+from progress.interruptions import Interrupted, Interruptions, raising
 
 import mpdist
 from mpdist import Communicator
@@ -26,69 +20,13 @@ from mpdist.progress import sending, wire
 pytestmark = pytest.mark.ranks(2)
 
 FILES = ("inbox", "mailbox", "message", "pickling", "receive", "transfer")
-CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 GO = 9
-
-
-class Interrupted(Exception):
-    """By the handler."""
-
-
-class Interruptions:
-    """Within `with`, the signal is sent at the place of this number, counted from where it starts."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self._before = sys.gettrace()
-        self._calls: dict[FrameType, bool] = {}
-
-    def __enter__(self) -> None:
-        sys.settrace(self._begins)
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        sys.settrace(self._before)
-
-    def _begins(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_back in self._calls:
-            self._calls[frame.f_back] = False  # what was called is Python
-        path = Path(frame.f_code.co_filename)
-        if path.parent.name != "progress" or path.parent.parent.name != "mpdist" or path.stem not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        self._reached()
-        return self._goes_on
-
-    def _goes_on(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event != "opcode":
-            self._calls.pop(frame, None)
-            return self._goes_on
-        if self._calls.pop(frame, False):
-            self._reached()
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if name in CALLS:
-            self._calls[frame] = True
-        elif name.startswith(("JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
-            self._reached()
-        return self._goes_on
-
-    def _reached(self) -> None:
-        if self.left == 0:
-            sys.settrace(None)
-            self.left = -1
-            signal.raise_signal(signal.SIGUSR2)
-        elif self.left > 0:
-            self.left -= 1
 
 
 @pytest.fixture(autouse=True)
 def _handler() -> Iterator[None]:
-    def raises(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR2, raises)
-    yield
-    signal.signal(signal.SIGUSR2, before)
+    with raising():
+        yield
 
 
 def array(count: int) -> Callable[[Communicator, int], Any]:
@@ -133,7 +71,7 @@ def test_no_message_is_lost_wherever_a_wait_is_interrupted(
             if not go_on:
                 return
             continue
-        interruptions = Interruptions(number)
+        interruptions = Interruptions(number, "progress", FILES)
         got = receive_two(comm, post, interruptions, how)
         assert got == [2 * number, 2 * number + 1], f"interrupted at place {number}"
         assert comm._channel.unfinished() == []

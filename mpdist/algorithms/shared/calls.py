@@ -1,8 +1,8 @@
 """Calls: what each member tells of its collective in one word, and why the calls of several do not go together.
 
-A word holds the bytes that must be the same on all, the operation, and its first
-round: who takes another algorithm tells nothing, and what it told before has
-another round.
+A word holds the bytes that must be the same on all, the operation, its first
+round, and whether that is its only one, which members can end together whatever
+they have called. A word that was told before has another round.
 """
 
 from __future__ import annotations
@@ -21,15 +21,23 @@ OPERATIONS = (
 _ROUND_BITS, _OPERATION_BITS = 16, 4
 ROUND_MASK = (1 << _ROUND_BITS) - 1
 _OPERATION_MASK = (1 << _OPERATION_BITS) - 1
+_IS_ONE_ROUND = 1 << _ROUND_BITS + _OPERATION_BITS
+_NBYTES_AT = _ROUND_BITS + _OPERATION_BITS + 1
 
 
-def call_word(op: str, nbytes: int, number: int) -> int:
+def call_word(op: str, nbytes: int, number: int, is_one_round: bool) -> int:
     """A call as a word; `number`: of its first round."""
-    return (nbytes << _OPERATION_BITS | OPERATIONS.index(op)) << _ROUND_BITS | number & ROUND_MASK
+    word = nbytes << _NBYTES_AT | OPERATIONS.index(op) << _ROUND_BITS | number & ROUND_MASK
+    return word | _IS_ONE_ROUND if is_one_round else word
 
 
 def are_in_step(calls: Collection[int]) -> bool:
-    """Whether they begin with the same round."""
+    """Whether all have one round, and that the same."""
+    return all(call & _IS_ONE_ROUND for call in calls) and begin_alike(calls)
+
+
+def begin_alike(calls: Collection[int]) -> bool:
+    """Whether their first round is the same."""
     return len({call & ROUND_MASK for call in calls}) == 1
 
 
@@ -43,7 +51,7 @@ def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | Non
     if len(set(calls.values())) < 2:
         return None
     ops = {rank: _operation(call) for rank, call in calls.items()}
-    if are_in_step(calls.values()) and len(set(ops.values())) > 1:
+    if begin_alike(calls.values()) and len(set(ops.values())) > 1:
         text = f"collectives on {where} differ between ranks ({listed(ops)}); all must call the same ones in one order"
         return CollectiveMismatch(text, ops)
     sizes = {
@@ -66,4 +74,4 @@ def _operation(call: int) -> str:
 
 
 def _nbytes(call: int) -> int:
-    return call >> _ROUND_BITS + _OPERATION_BITS
+    return call >> _NBYTES_AT

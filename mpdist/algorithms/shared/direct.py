@@ -67,7 +67,7 @@ class Meeting:
         team = self.team
         if not team.is_free():
             yield team.free()
-        self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts) + 1
+        self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts, is_one_round=True) + 1
         team.tell(STAGED, self._round)
         if kept is not None:
             yield from self.copy(*kept, kept[0].itemsize)
@@ -106,13 +106,9 @@ class Meeting:
             yield team.all_at(CONSUMED, self._round)
         if self._error is not None:
             raise self._error
-        failed = team.failed(self._round)
-        if failed:
-            listed = ", ".join(map(str, failed))
-            raise CommunicationError(
-                f"{self.op} on {team.channel.where()}: rank {listed} could not do its share, so the result is "
-                "undefined; its own error says why"
-            )
+        undone = team.undone(self.op, self._round)
+        if undone is not None:
+            raise undone
 
     def memory(self, like: Buffer, count: int, fact: int = X_AT) -> list[Memory | None]:
         """Every member's array of `count` elements; None where it has none."""

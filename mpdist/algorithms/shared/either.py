@@ -170,9 +170,9 @@ def _either(
     pairs: list[Pair] = []
     rounds = 0
     seconds = 0.0
+    if not team.is_free():
+        yield team.free()  # before that not all have heard the same
     if pace.is_through_slots(meeting.nbytes):
-        if not team.is_free():
-            yield team.free()
         pairs, rounds = _pairs(team, element, passages, nbytes)
         if meeting.is_private:
             seconds = yield from _stage_first(team, pairs[0], rounds)

@@ -57,7 +57,7 @@ class _Scratch(threading.local):
         return known
 
 
-_SCRATCH = _Scratch()
+SCRATCH = _Scratch()
 
 
 def copy(target: Memory, source: Memory) -> None:
@@ -97,7 +97,7 @@ class Folding:
         self.width = max(1, nbytes // dtype.itemsize)
         if not self._is_near:
             width = min(self.width, len(outs[0]))
-            self._scratch = _SCRATCH.rows(remote + (not self._near), width, dtype)
+            self._scratch = SCRATCH.rows(remote + (not self._near), width, dtype)
 
     def fold(self, start: int, end: int) -> None:
         """Reduce a part."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpdist.algorithms import native
 from mpdist.algorithms.shared import direct, either, exchange, reduction
-from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
+from mpdist.algorithms.shared.plans import plan_of
 from mpdist.algorithms.shared.team import Team, assemble
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
@@ -57,11 +57,11 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     if team is None:
         return (yield from native.all_reduce(transport, x, out, how))
     source = out if x is None else x
-    plan = SmallPlan.of(team, how, out.nbytes)
+    plan = plan_of(team, how, out.nbytes)
     if plan is not None:
-        small = SmallAllReduce(team, plan, source, out)
+        request = plan.request(team, plan, source, out)
         team.ring()
-        yield small
+        yield request
     else:
         yield from _two_ways(team, _reductions).all_reduce(team, source, out, how.op, how.size)
     return out.owner

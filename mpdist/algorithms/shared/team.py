@@ -30,18 +30,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpdist.algorithms.meeting import meet
-from mpdist.algorithms.shared.calls import are_in_step, call_word, misfit
+from mpdist.algorithms.shared.calls import are_in_step, begin_alike, call_word, misfit
 from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.slots import Slots
 from mpdist.algorithms.shared.spread import Spread
-from mpdist.errors import CommRevoked, MpdistError
+from mpdist.errors import CommRevoked, CommunicationError, MpdistError
 from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
     from mpdist.algorithms.shared.moving import Memory
-    from mpdist.algorithms.shared.small import SmallAllReduce, SmallPlan
+    from mpdist.algorithms.shared.one_round import OneRound, Plan
     from mpdist.memory import Buffer, Element
     from mpdist.memory.elements import Array
     from mpdist.progress.channel import Channel
@@ -50,15 +50,14 @@ if TYPE_CHECKING:
     from mpdist.transport.neighbours import Neighbours
 
 STAGED, REDUCED, CONSUMED, TAKEN, BARRIER, GIVEN_UP = range(6)
-# The call of a round of a single step, one word for each of its slots; in one line of the cache with the words above.
-SMALL_AT = 6
-# Facts about a collective's arrays, told anew for each: two sets, for the next may begin before all have read them.
-_FACTS = 6
-# The last is the call: what must be the same on all.
-_CALL = 5
-_FACTS_AT = 8
+# The call, what must be the same on all: of collectives that begin with an even and with an odd round, for the next may
+# begin before all have read it. In one line of the cache with the words above.
+CALL_AT = 6
+# Facts about its arrays, likewise.
+FACTS_AT = 8
+FACTS = 5
 # The last collective in which a member could not do its share.
-FAILED = _FACTS_AT + 2 * _FACTS
+FAILED = FACTS_AT + 2 * FACTS
 # Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
 SHOWN, READ = FAILED + 1, FAILED + 2
 # In which byte of a member's arena an even and an odd round begin.
@@ -128,9 +127,14 @@ class _Free:
 
     def Test(self) -> bool:
         team = self._team
-        if team.small and not team.small[-1].is_over():
-            return False
-        return not team.small and team.have_come(CONSUMED, team.last_but_one)
+        under_way = team.under_way
+        if under_way:
+            last = under_way[-1]
+            if not last.is_over():
+                return False
+            if under_way:  # interrupted before it went
+                under_way.pop()
+        return team.have_come(CONSUMED, team.last_but_one)
 
 
 class Team:
@@ -143,10 +147,11 @@ class Team:
         rounds: of all collectives so far; the same on all members when the next starts.
         channel: the communicator's.
         round_bytes: what a member shows in one round at the most.
+        first: the round with which the collective under way began.
         last_but_one: the last round that all must have consumed before the next collective begins.
         mine, others: the words of this member, and of each other one.
         fence: what keeps the order of memory accesses; None where the processor does.
-        small: collectives of a single step that are under way, in their order.
+        under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
         paces: of each operation, by which way a pair's private memory goes.
         spread: where this member's rounds begin.
@@ -169,8 +174,7 @@ class Team:
         self.has_two_ways = self.size == 2 and shared.reach is not None
         self.rounds = 0
         self._barriers = 0
-        self._collectives = 0
-        self._facts_at = _FACTS_AT
+        self.first = 0
         self.last_but_one = 0
         self._lines = [shared.words(*member, _WORDS) for member in members]
         self.mine = self._lines[self.rank]
@@ -182,8 +186,8 @@ class Team:
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
-        self.small: deque[SmallAllReduce] = deque()
-        self.plans: dict[tuple[Reduction, int], SmallPlan] = {}
+        self.under_way: deque[OneRound] = deque()
+        self.plans: dict[tuple[Reduction, int], Plan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
 
@@ -244,30 +248,31 @@ class Team:
 
     def is_free(self) -> bool:
         """Whether the next collective may begin; as a request it is `free`."""
-        return not self.small and self.are_at(CONSUMED, self.last_but_one)
+        return not self.under_way and self.are_at(CONSUMED, self.last_but_one)
 
     def free(self) -> Request:
         """The next collective may begin."""
         return _Free(self)
 
-    def begin(self, rounds: int, op: str, nbytes: int, *facts: int) -> int:
+    def begin(self, rounds: int, op: str, nbytes: int, *facts: int, is_one_round: bool = False) -> int:
         """Reserve rounds for a collective, and put down where this member's arrays are; the next `tell` makes it known.
 
         The team is free. At the end every word of this member must be at the collective's last round.
 
         Args:
             op: the operation; with `nbytes` what must be the same on all members, see `misfit`.
+            is_one_round: members whose calls do not go together all end it, and go on.
 
         Returns:
             The number before its first round.
         """
         before = self.rounds
         self.rounds += rounds
-        # These facts take the place of those of the collective before the last, which all are done with.
-        self.last_but_one = before
-        self._collectives += 1
-        self._facts_at = at = _FACTS_AT + self._collectives % 2 * _FACTS
-        self.mine[at + _CALL] = call_word(op, nbytes, before + 1)
+        self.first = first = before + 1
+        # The words of the call and the facts are those of the last collective that began with as odd or even a round.
+        self.last_but_one = before if rounds % 2 else first
+        self.mine[CALL_AT + first % 2] = call_word(op, nbytes, first, is_one_round)
+        at = FACTS_AT + first % 2 * FACTS
         for fact in facts:
             self.mine[at] = fact
             at += 1
@@ -283,37 +288,30 @@ class Team:
 
     def facts(self, number: int) -> list[int]:
         """What each member has put down as fact `number`; valid of those that have told a round of this collective."""
-        at = self._facts_at + number
+        at = FACTS_AT + self.first % 2 * FACTS + number
         return [line[at] for line in self._lines]
 
     def fact(self, member: int, number: int) -> int:
         """What one member has put down, as of `facts`."""
-        return self._lines[member][self._facts_at + number]
+        return self._lines[member][FACTS_AT + self.first % 2 * FACTS + number]
 
-    def agree(self, at: int, call: int) -> bool:
-        """Whether all others tell of this call in a word."""
-        for line in self.others:  # noqa: SIM110  # all() of a generator takes four times as long
-            if line[at] != call:
-                return False
-        return True
-
-    def misfit(self, members: Sequence[int], at: int | None = None) -> MpdistError | None:
+    def misfit(self, members: Sequence[int]) -> MpdistError | None:
         """Why the calls of these members, who have told a round, do not go together; None if they do.
 
         Others may write into an array as far as their own reaches, so this comes before.
-
-        Args:
-            at: the word of the call; missing: that of the last collective that has begun.
         """
-        at = self._call_at() if at is None else at
-        if self.agree(at, self.mine[at]):
+        at = self._call_at()
+        mine = self.mine[at]
+        for line in self.others:
+            if line[at] != mine:
+                break
+        else:
             return None
-        calls = {self._rank_of(member): self._lines[member][at] for member in members}
-        return misfit(self.channel.where(), calls, self.mine[at])
+        return misfit(self.channel.where(), {self._rank_of(each): self._lines[each][at] for each in members}, mine)
 
-    def are_in_step(self, at: int | None = None) -> bool:
-        """Whether all members tell of the same round; then they can fail together and go on."""
-        at = self._call_at() if at is None else at
+    def are_in_step(self) -> bool:
+        """Whether all members are in the same single round; then they can fail together and go on."""
+        at = self._call_at()
         return are_in_step([line[at] for line in self._lines])
 
     def check_fit(self, members: Sequence[int]) -> None:
@@ -323,9 +321,16 @@ class Team:
             self.give_up()
             raise why
 
-    def failed(self, number: int) -> list[int]:
-        """Ranks that could not do their share of a collective that began with this round; all have ended it."""
-        return sorted(self._rank_of(member) for member, line in enumerate(self._lines) if line[FAILED] == number)
+    def undone(self, op: str, number: int) -> CommunicationError | None:
+        """Why a collective that began with this round has no result; all have ended it. None: it has one."""
+        failed = sorted(self._rank_of(member) for member, line in enumerate(self._lines) if line[FAILED] == number)
+        if not failed:
+            return None
+        listed = ", ".join(map(str, failed))
+        return CommunicationError(
+            f"{op} on {self.channel.where()}: rank {listed} could not do its share, so the result is undefined; "
+            "its own error says why"
+        )
 
     def give_up(self) -> None:
         """Refuse further use; members that wait for this one hear of it."""
@@ -344,7 +349,7 @@ class Team:
         gone = [str(self._rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
         self.give_up()
         at = self._call_at()
-        come = [member for member, line in enumerate(self._lines) if are_in_step([line[at], self.mine[at]])]
+        come = [member for member, line in enumerate(self._lines) if begin_alike([line[at], self.mine[at]])]
         return self.misfit(come) or CommRevoked(
             f"a collective on {self.channel.where()} waits in vain: rank {', '.join(gone)} gave the communicator up, "
             "because the ranks' calls did not go together"
@@ -354,7 +359,7 @@ class Team:
         return self.channel.world_ranks.index(self.members[member].world_rank)
 
     def _call_at(self) -> int:
-        return self._facts_at + _CALL
+        return CALL_AT + self.first % 2
 
     def place_of(self, buffer: Buffer) -> int:
         """Where the others find it: an offset of this member's arena, an address below PRIVATE, or PRIVATE."""

@@ -1,0 +1,125 @@
+"""One round: an all_reduce as a request that takes part in a single round of its team.
+
+It is a request, not a program: nothing but what it shows and the flag happens when
+posting. Several may be under way; each begins when those before it are over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from mpdist.algorithms.shared.calls import ROUND_MASK, call_word
+from mpdist.algorithms.shared.team import CONSUMED, REDUCED, STAGED, Team
+from mpdist.errors import MpdistError
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Buffer
+
+
+class Plan:
+    """What all such all_reduces of one op, element type and size have in common on a team; made for the first.
+
+    Attributes:
+        request: makes one of them.
+        call: its word, but for the number of the round.
+        count: elements.
+        slots: where members show private memory.
+    """
+
+    __slots__ = ("call", "count", "slots")
+
+    request: type[OneRound]
+
+    def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
+        self.call = call_word("all_reduce", nbytes, 0, True)
+        self.count = nbytes // how.element.itemsize
+        self.slots = team.slots(how.element)
+
+
+class OneRound:
+    """One such all_reduce; complete when `Test` has seen all members and done this one's share.
+
+    Whoever posts it wakes the other members.
+    """
+
+    _why: MpdistError | None = None
+    _is_done = False
+    """This member's share, which is not to be done again: the others may have gone on."""
+
+    def __init__(self, team: Team, plan: Plan, x: Buffer, out: Buffer) -> None:
+        self._plan = plan
+        self._held = x, out
+        self._x = array = x.bare_array()
+        self._out = array if out is x else out.bare_array()
+        self._team: Team | None = team
+        team.rounds = self._number = number = team.rounds + 1
+        self._side = number & 1
+        self._call = plan.call | number & ROUND_MASK
+        under_way = team.under_way
+        under_way.append(self)
+        if len(under_way) == 1:
+            for line in team.others:
+                if line[CONSUMED] < number - 2:
+                    return
+            if team.fence is not None:
+                team.fence()
+            self._stage(team)
+
+    def Test(self) -> bool:
+        """A signal's handler may raise anywhere in it; then it is called again."""
+        raise NotImplementedError
+
+    def _stage(self, team: Team) -> None:
+        """Show this member's part, its call, and that both are there."""
+        raise NotImplementedError
+
+    def _has_begun(self, team: Team) -> bool:
+        """Whether those whose rounds come before this one are over, and it has shown its own."""
+        under_way = team.under_way
+        while (first := under_way[0]) is not self:
+            if not first.is_over():
+                return False
+            if under_way[0] is first:  # interrupted before it went
+                under_way.popleft()
+        if team.mine[STAGED] < self._number:
+            if not team.have_come(CONSUMED, self._number - 2):
+                return False
+            self._stage(team)
+            team.ring()
+        return True
+
+    def is_over(self) -> bool:
+        """As `Test`, for those that come after it: where all stay in step, its error is its own."""
+        try:
+            return self.Test()
+        except MpdistError:
+            if self._team is None:
+                return True
+            raise
+
+    def _end(self, team: Team) -> bool:
+        """Have the others go on, after this member's share."""
+        mine = team.mine
+        if team.fence is not None:
+            team.fence()
+        mine[REDUCED] = mine[CONSUMED] = self._number
+        team.ring()
+        return self._leave(team)
+
+    def _leave(self, team: Team) -> bool:
+        self._team = None
+        team.under_way.popleft()
+        if self._why is not None:
+            raise self._why
+        return True
+
+    def _fail(self, team: Team) -> NoReturn:
+        """Raise on all members alike; out of step it stays the first of those under way, which then all fail so."""
+        self._why = why = team.misfit(range(team.size))
+        assert why is not None
+        if team.are_in_step():
+            self._is_done = True
+            self._end(team)
+        team.give_up()
+        raise why

@@ -1,0 +1,39 @@
+"""Plans: which all_reduces take one round of their team, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpdist.algorithms.shared.one_round import Plan
+from mpdist.algorithms.shared.short import ShortPlan
+from mpdist.algorithms.shared.small import SmallPlan
+from mpdist.algorithms.shared.team import SLOT_BYTES, Team
+from mpdist.memory.quiet import IS_ONE_CALL
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
+
+# Small up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
+SMALL_BYTES = 512 * 1024
+# The same of an array of a pair that has two ways, of which the other may be twice as fast for larger ones.
+SMALL_OF_PAIR_BYTES = 32 * 1024
+
+# So many plans a team keeps, whose views hold no memory of their own.
+KNOWN_PLANS = 256
+
+
+def plan_of(team: Team, how: Reduction, nbytes: int) -> Plan | None:
+    """That of the team; None where an all_reduce of its members is done in another way."""
+    plan = team.plans.get((how, nbytes))
+    if plan is not None or how.op.factor is not None:
+        return plan
+    if nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
+        kind: type[Plan] = SmallPlan
+    elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair is not None and IS_ONE_CALL:
+        kind = ShortPlan
+    else:
+        return None
+    if len(team.plans) == KNOWN_PLANS:
+        team.plans.clear()
+    team.plans[how, nbytes] = plan = kind(team, how, nbytes)
+    return plan

@@ -1,0 +1,191 @@
+"""Short: an all_reduce of a pair that has two ways, see `either`, of what fits into a slot, as a single request.
+
+The same in a program of several steps takes three times as long for what Python
+does, and longer than moving 1 MiB. Besides, members whose arrays are mapped copy
+nothing into slots here, unlike in `small`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import call, length_hint
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpdist.algorithms.shared.moving import SCRATCH
+from mpdist.algorithms.shared.one_round import OneRound, Plan
+from mpdist.algorithms.shared.pace import ThroughSlots
+from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
+from mpdist.algorithms.shared.team import (
+    CALL_AT,
+    CONSUMED,
+    FACTS,
+    FACTS_AT,
+    FAILED,
+    GIVEN_UP,
+    REDUCED,
+    STAGED,
+    Team,
+)
+from mpdist.errors import CommunicationError
+from mpdist.memory.quiet import QUIET
+from mpdist.progress.backoff import message_credit
+from mpdist.transport.reach import Remote
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Buffer
+    from mpdist.memory.elements import Array
+
+# Private memory of up to so much goes through slots; straight takes as long at best.
+SLOTS_BYTES = 64 * 1024
+
+
+class ShortPlan(Plan):
+    """Of those of one op, element type and size.
+
+    Attributes:
+        reduces: NumPy's function.
+        pace: by which way private memory goes.
+        mine: the slice that this member reduces where nothing goes through slots.
+        credit: of a turn's, what one costs more than others.
+    """
+
+    __slots__ = ("credit", "element", "is_first", "mine", "nbytes", "pace", "reduces")
+
+    def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
+        super().__init__(team, how, nbytes)
+        self.nbytes = nbytes
+        self.element = how.element
+        self.reduces = how.folder.pair
+        self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else ThroughSlots()
+        self.is_first = team.rank == 0
+        at = cuts(self.count, 2, 2)
+        self.mine = slice(at[team.rank], at[team.rank + 1])
+        self.credit = message_credit(nbytes) - 1
+
+
+class ShortAllReduce(OneRound):
+    """One such all_reduce."""
+
+    _plan: ShortPlan
+    _held: tuple[Buffer, Buffer]
+    _is_private = False
+    _has_shown = False
+    _is_straight = False
+    _reducing: Any = None
+    """The call of NumPy that is not to be made twice, as an iterator, which is at its end when it was made."""
+    _start = 0.0
+
+    def _stage(self, team: Team) -> None:
+        plan, side, mine = self._plan, self._side, team.mine
+        x, out = self._held
+        at = FACTS_AT + side * FACTS
+        mine[at + X_AT] = place = team.place_of(x)
+        mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
+        mine[at + PACE] = plan.pace.word
+        team.first = self._number
+        mine[CALL_AT + side] = self._call
+        is_through = plan.pace.is_through_slots(plan.nbytes)
+        self._is_private = place < 0 and out_place < 0
+        start = perf_counter()
+        if is_through and self._is_private:
+            plan.slots.show(side, plan.nbytes, (0, self._x))
+            self._has_shown = True
+        self._shown = perf_counter() - start
+        if team.fence is not None:
+            team.fence()
+        mine[STAGED] = self._number
+
+    def Test(self) -> bool:
+        team = self._team
+        if team is None:
+            if self._why is not None:
+                raise self._why
+            return True
+        if self._is_done:
+            return self._is_left(team) if self._is_straight else self._end(team)
+        number, other = self._number, team.others[0]
+        if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
+            return False
+        if other[STAGED] < number:
+            if other[GIVEN_UP]:
+                team.check_there(other, STAGED, number)
+            return False
+        if team.fence is not None:
+            team.fence()
+        plan, side = self._plan, self._side
+        if other[CALL_AT + side] != self._call:
+            self._fail(team)
+        at = FACTS_AT + side * FACTS
+        plan.pace.hear((team.mine if plan.is_first else other)[at + PACE])
+        x_at, out_at = other[at + X_AT], other[at + OUT_AT]
+        self._is_private = self._is_private and x_at < 0 and out_at < 0
+        if not self._start:
+            self._start = perf_counter()
+        if not (self._has_shown and self._is_private):
+            return self._has_gone_straight(team, x_at, out_at)
+        if not self._is_reduced():
+            self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
+        if plan.is_first and not team.spread.is_trying:
+            plan.pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
+        team.channel.engine.credit -= plan.credit
+        self._is_done = True
+        return self._end(team)
+
+    def _has_gone_straight(self, team: Team, x_at: int, out_at: int) -> bool:
+        """Do this member's slice, from and to where the arrays are, and look whether the other has done its own."""
+        try:
+            self._reduce_slice(team, x_at, out_at)
+        except CommunicationError as error:  # it waits for the end, for the other is still at this one's arrays
+            self._why = error
+            team.note(FAILED, self._number)
+        self._is_straight = self._is_done = True
+        return self._is_left(team)
+
+    def _is_left(self, team: Team) -> bool:
+        """Whether the other has done its share, too; then this is over."""
+        number, plan = self._number, self._plan
+        if team.mine[CONSUMED] < number:
+            team.note(REDUCED, number)
+            team.tell(CONSUMED, number)
+        if not team.have_come(CONSUMED, number):
+            return False
+        if plan.is_first and self._is_private:
+            plan.pace.took(plan.nbytes, False, self._shown + perf_counter() - self._start)
+        team.channel.engine.credit -= plan.credit
+        self._why = self._why or team.undone("all_reduce", number)
+        return self._leave(team)
+
+    def _reduce_slice(self, team: Team, x_at: int, out_at: int) -> None:
+        """Both members' slices into both; a signal handler may raise in here, and then it is called again."""
+        plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
+        out = self._out[part]
+        if not self._is_reduced():
+            theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
+            if type(theirs) is Remote:
+                (room,) = SCRATCH.rows(1, out.size, out.dtype)
+                theirs.read_into(room, part.start)
+            else:
+                room = theirs[part]
+            self._reduce(self._x[part], room, out)
+        target: Any = team.memory(peer, out_at, plan.count, plan.element)
+        if type(target) is Remote:
+            target.write(out, part.start)
+        else:
+            np.copyto(target[part], out)
+
+    def _is_reduced(self) -> bool:
+        return self._reducing is not None and not length_hint(self._reducing)
+
+    def _reduce(self, mine: Array, theirs: Array, out: Array) -> None:
+        plan = self._plan
+        first, second = (mine, theirs) if plan.is_first else (theirs, mine)
+        self._reducing = iter((partial(QUIET.call, plan.reduces, first, second, out=out),))
+        for _ in map(call, self._reducing):
+            pass
+
+
+ShortPlan.request = ShortAllReduce

@@ -1,0 +1,58 @@
+"""All_reduces of one round that a signal's handler interrupts, wherever that is: who waits again gets the right result.
+
+Each place is tried in turn, see `interruptions`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from algorithms.forcing import SHARED, Way, replaced
+from progress.interruptions import Interrupted, Interruptions, raising
+
+from mpdist import Communicator
+from mpdist.algorithms.shared.pace import Pace
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.limit(120)]
+
+FILES = ("one_round", "small", "short", "slots", "spread", "pace", "team", "moving")
+
+# Of float32: small, and short without and with a choice of the way.
+COUNTS = (500, 16_000, 30_000)
+
+
+@pytest.mark.parametrize("through_slots", [False, True])
+@pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_nothing_is_reduced_twice(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, count: int, resident: str, through_slots: bool
+) -> None:
+    monkeypatch.setattr(Pace, "is_through_slots", lambda *_: through_slots)
+    with replaced(comm, Way(SHARED.forced)):
+        made = comm.dup().wait()
+    made.barrier().wait()
+    is_resident = resident == "all" or (resident == "rank 0" and made.rank == 0)
+    xs = [made.empty(count, np.float32) if is_resident else np.empty(count, np.float32) for _ in range(3)]
+    for number in itertools.count():
+        for place, x in enumerate(xs):
+            x[:] = made.rank + place + number
+        works = [made.all_reduce(x) for x in xs]
+        is_interrupted = number % 2 == made.rank
+        interruptions = Interruptions(number // 2 if is_interrupted else -1, "shared", FILES)
+        with raising():
+            try:
+                with interruptions:
+                    works[-1].wait()
+            except Interrupted:
+                works[-1].wait()
+        for place, (x, work) in enumerate(zip(xs, works, strict=True)):
+            work.wait()
+            wanted = 2 * (place + number) + 1
+            np.testing.assert_array_equal(x, wanted, f"array {place}, interrupted at place {number // 2}")
+        is_past = is_interrupted and interruptions.left >= 0
+        if made.all_reduce(np.full(1, is_past), "lor").wait().any():
+            assert number > 20
+            break
+    made.close().wait()
