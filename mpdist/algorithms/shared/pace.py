@@ -53,21 +53,6 @@ def _usual(times: Collection[float]) -> float:
     return sorted(times)[(len(times) - 1) // 2]
 
 
-class ThroughSlots:
-    """Where it is known which way is faster."""
-
-    word = 0
-
-    def is_through_slots(self, _: int) -> bool:
-        return True
-
-    def hear(self, _: int) -> None:
-        pass
-
-    def took(self, *_: object) -> None:
-        pass
-
-
 class Pace:
     """Of one operation of a team; all its members know the same.
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import OneRound, Plan
-from mpdist.algorithms.shared.pace import ThroughSlots
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
 from mpdist.algorithms.shared.team import (
     CALL_AT,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer
     from mpdist.memory.elements import Array
 
-# Private memory of up to so much goes through slots; straight takes as long at best.
+# Up to so much private memory goes through slots in any case; straight takes as long at best.
 SLOTS_BYTES = 64 * 1024
 
 
@@ -48,7 +47,8 @@ class ShortPlan(Plan):
 
     Attributes:
         reduces: NumPy's function.
-        pace: by which way private memory goes.
+        pace: by which way private memory goes; None: through slots, and so does mapped memory but where the last one
+            of both was mapped.
         mine: the slice that this member reduces where nothing goes through slots.
         credit: of a turn's, what one costs more than others.
     """
@@ -60,7 +60,7 @@ class ShortPlan(Plan):
         self.nbytes = nbytes
         self.element = how.element
         self.reduces = how.folder.pair
-        self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else ThroughSlots()
+        self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else None
         self.is_first = team.rank == 0
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
@@ -73,28 +73,37 @@ class ShortAllReduce(OneRound):
     _plan: ShortPlan
     _held: tuple[Buffer, Buffer]
     _is_private = False
-    _has_shown = False
-    _is_straight = False
+    _is_through = False
     _reducing: Any = None
-    """The call of NumPy that is not to be made twice, as an iterator, which is at its end when it was made."""
+    """An iterator over the call of NumPy that is not to be made twice; at its end when it was made."""
     _start = 0.0
 
     def _stage(self, team: Team) -> None:
-        plan, side, mine = self._plan, self._side, team.mine
+        plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace
         x, out = self._held
         at = FACTS_AT + side * FACTS
-        mine[at + X_AT] = place = team.place_of(x)
-        mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
-        mine[at + PACE] = plan.pace.word
+        if pace is None:
+            self._is_through = not team.were_mapped
+            if self._is_through:
+                plan.slots.show(side, plan.nbytes, (0, self._x))
+            else:
+                mine[at + X_AT] = place = team.place_of(x)
+                mine[at + OUT_AT] = place if out is x else team.place_of(out)
+            plan.slots.mark(side, team.shared.offset_of(x) is not None)
+        else:
+            mine[at + X_AT] = place = team.place_of(x)
+            mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
+            mine[at + PACE] = pace.word
+            is_through = pace.is_through_slots(plan.nbytes)
+            start = perf_counter()
+            if place < 0 and out_place < 0:
+                self._is_private = True
+                if is_through:
+                    self._is_through = True
+                    plan.slots.show(side, plan.nbytes, (0, self._x))
+            self._shown = perf_counter() - start
         team.first = self._number
         mine[CALL_AT + side] = self._call
-        is_through = plan.pace.is_through_slots(plan.nbytes)
-        self._is_private = place < 0 and out_place < 0
-        start = perf_counter()
-        if is_through and self._is_private:
-            plan.slots.show(side, plan.nbytes, (0, self._x))
-            self._has_shown = True
-        self._shown = perf_counter() - start
         if team.fence is not None:
             team.fence()
         mine[STAGED] = self._number
@@ -106,7 +115,7 @@ class ShortAllReduce(OneRound):
                 raise self._why
             return True
         if self._is_done:
-            return self._is_left(team) if self._is_straight else self._end(team)
+            return self._end(team) if self._is_through else self._is_left(team)
         number, other = self._number, team.others[0]
         if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
             return False
@@ -119,18 +128,20 @@ class ShortAllReduce(OneRound):
         plan, side = self._plan, self._side
         if other[CALL_AT + side] != self._call:
             self._fail(team)
-        at = FACTS_AT + side * FACTS
-        plan.pace.hear((team.mine if plan.is_first else other)[at + PACE])
-        x_at, out_at = other[at + X_AT], other[at + OUT_AT]
-        self._is_private = self._is_private and x_at < 0 and out_at < 0
-        if not self._start:
-            self._start = perf_counter()
-        if not (self._has_shown and self._is_private):
-            return self._has_gone_straight(team, x_at, out_at)
+        at, pace = FACTS_AT + side * FACTS, plan.pace
+        if pace is None:
+            team.were_mapped = plan.slots.are_marked(side)
+        else:
+            pace.hear((team.mine if plan.is_first else other)[at + PACE])
+            if other[at + X_AT] >= 0 or other[at + OUT_AT] >= 0:
+                self._is_private = self._is_through = False
+            self._start = self._start or perf_counter()
+        if not self._is_through:
+            return self._has_gone_straight(team, other[at + X_AT], other[at + OUT_AT])
         if not self._is_reduced():
             self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
-        if plan.is_first and not team.spread.is_trying:
-            plan.pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
+        if pace is not None and plan.is_first and not team.spread.is_trying:
+            pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
         team.channel.engine.credit -= plan.credit
         self._is_done = True
         return self._end(team)
@@ -142,7 +153,7 @@ class ShortAllReduce(OneRound):
         except CommunicationError as error:  # it waits for the end, for the other is still at this one's arrays
             self._why = error
             team.note(FAILED, self._number)
-        self._is_straight = self._is_done = True
+        self._is_done = True
         return self._is_left(team)
 
     def _is_left(self, team: Team) -> bool:
@@ -153,25 +164,26 @@ class ShortAllReduce(OneRound):
             team.tell(CONSUMED, number)
         if not team.have_come(CONSUMED, number):
             return False
-        if plan.is_first and self._is_private:
+        if plan.pace is not None and plan.is_first and self._is_private:
             plan.pace.took(plan.nbytes, False, self._shown + perf_counter() - self._start)
         team.channel.engine.credit -= plan.credit
-        self._why = self._why or team.undone("all_reduce", number)
+        if team.others[0][FAILED] == number:
+            self._why = self._why or team.undone("all_reduce", number)
         return self._leave(team)
 
     def _reduce_slice(self, team: Team, x_at: int, out_at: int) -> None:
         """Both members' slices into both; a signal handler may raise in here, and then it is called again."""
         plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
         out = self._out[part]
+        theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
         if not self._is_reduced():
-            theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
             if type(theirs) is Remote:
                 (room,) = SCRATCH.rows(1, out.size, out.dtype)
                 theirs.read_into(room, part.start)
             else:
                 room = theirs[part]
             self._reduce(self._x[part], room, out)
-        target: Any = team.memory(peer, out_at, plan.count, plan.element)
+        target: Any = theirs if out_at == x_at else team.memory(peer, out_at, plan.count, plan.element)
         if type(target) is Remote:
             target.write(out, part.start)
         else:

@@ -54,4 +54,19 @@ class Slots:
 
     def shown(self, side: int, member: int) -> Array:
         """What a member shows, from the first element of its round on; it has told of it."""
-        return self._arenas[member][self._lines[member][self._start_at + side] // self._itemsize :]
+        start = self._lines[member][self._start_at + side]
+        return self._arenas[member][(start if start >= 0 else ~start) // self._itemsize :]
+
+    def mark(self, side: int, is_mapped: bool) -> None:
+        """Say, besides where a round begins, whether the array that was shown is mapped by the others."""
+        at = self._start_at + side
+        start = self._mine[at]
+        if (start < 0) is not is_mapped:
+            self._mine[at] = ~start
+
+    def are_marked(self, side: int) -> bool:
+        """Whether all arrays are mapped."""
+        for line in self._lines:  # noqa: SIM110  # all() of a generator takes four times as long
+            if line[self._start_at + side] >= 0:
+                return False
+        return True

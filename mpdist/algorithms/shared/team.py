@@ -49,10 +49,12 @@ if TYPE_CHECKING:
     from mpdist.transport.mpi import Request
     from mpdist.transport.neighbours import Neighbours
 
-STAGED, REDUCED, CONSUMED, TAKEN, BARRIER, GIVEN_UP = range(6)
+STAGED, REDUCED, CONSUMED, GIVEN_UP = range(4)
 # The call, what must be the same on all: of collectives that begin with an even and with an odd round, for the next may
-# begin before all have read it. In one line of the cache with the words above.
-CALL_AT = 6
+# begin before all have read it.
+CALL_AT = 4
+# In which byte of a member's arena an even and an odd round begin; all above are in one line of the cache.
+START_AT = 6
 # Facts about its arrays, likewise.
 FACTS_AT = 8
 FACTS = 5
@@ -60,9 +62,8 @@ FACTS = 5
 FAILED = FACTS_AT + 2 * FACTS
 # Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
 SHOWN, READ = FAILED + 1, FAILED + 2
-# In which byte of a member's arena an even and an odd round begin.
-_START_AT = READ + 1
-_WORDS = _START_AT + 2
+TAKEN, BARRIER = READ + 1, READ + 2
+_WORDS = BARRIER + 1
 HEAD_BYTES = 256
 
 # What a member shows of private memory in one round: two of them, and two halves for what it has reduced, stay in a
@@ -153,6 +154,7 @@ class Team:
         fence: what keeps the order of memory accesses; None where the processor does.
         under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
+        were_mapped: whether the arrays of the last short all_reduce without a pace were mapped by both.
         paces: of each operation, by which way a pair's private memory goes.
         spread: where this member's rounds begin.
         shown: rounds that its members have shown within collectives so far.
@@ -190,6 +192,7 @@ class Team:
         self.plans: dict[tuple[Reduction, int], Plan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
+        self.were_mapped = False
 
     def close(self, together: bool) -> None:
         """Give the slots back; not together: others may still read them, so they stay as long as this process."""
@@ -399,7 +402,7 @@ class Team:
             inputs = [self._views(HEAD_BYTES + side * SLOT_BYTES, SLOT_BYTES, dtype) for side in range(2)]
             after = HEAD_BYTES + 2 * SLOT_BYTES
             results = [self._views(after + side * RESULT_BYTES, RESULT_BYTES, dtype) for side in range(2)]
-            known = Slots(arenas, inputs, results, self._lines, _START_AT, self.rank, self.spread)
+            known = Slots(arenas, inputs, results, self._lines, START_AT, self.rank, self.spread)
             self._slots[element.code] = known
         return known
 
