@@ -32,6 +32,8 @@ WARM_UPS = 10
 ROUND_SECONDS = 0.002
 MAX_REPETITIONS = 5000
 MIN_ROUNDS, MAX_ROUNDS = 7, 101
+# How often a round is tried to find out how many repetitions make it long enough; the fastest counts.
+ESTIMATES = 5
 # After so many seconds of warming one contender up, or of rounds, what has been done is enough ...
 WARM_UP_SECONDS, ROUNDS_SECONDS = 0.3, 4.0
 # ... but so many rounds there are.
@@ -81,11 +83,12 @@ async def measure(
 ) -> tuple[Plan, dict[str, list[float]]]:
     """Warm all contenders up, then let them alternate; seconds per repetition, round by round."""
     each = {name: await _warm_up(bound, agreement) for name, bound in bounds.items()}
-    chosen = plan(each, seconds)
-    for name, bound in bounds.items():
-        if chosen.repetitions[name] > 1:  # the first estimate is of single ones
-            count = max(chosen.repetitions[name] // 4, 1)
-            each[name] = await _of_slowest(bound, agreement, count) / count
+    for _ in range(ESTIMATES):
+        chosen = plan(each, seconds)
+        for name, bound in bounds.items():
+            count = chosen.repetitions[name]
+            if count > 1:  # in a row they take less time than single ones
+                each[name] = min(each[name], await _of_slowest(bound, agreement, count) / count)
     chosen = plan(each, seconds)
     times = await _rounds(bounds, agreement, chosen, max(seconds, ROUNDS_SECONDS))
     return chosen, {name: agreement.slowest(kept) for name, kept in times.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpdist.algorithms.shared.pace import SAMPLES, TRIED_EVERY, Pace
+from mpdist.algorithms.shared import pace as paces
+from mpdist.algorithms.shared.pace import COLD, PAUSE_SECONDS, SAMPLES, TRIED_EVERY, Pace
 
 NBYTES = 1 << 20
 
@@ -86,3 +87,45 @@ def test_a_way_that_is_fast_only_after_a_pause_is_left() -> None:
         return 2.0 if not through_slots else 1.0 if count % 5 == 0 else 4.0
 
     assert ways(pace, seconds, 10 * TRIED_EVERY).count(False) > 9 * TRIED_EVERY
+
+
+class Clock:
+    """Of a pace, so that pauses are made up, too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.0
+        monkeypatch.setattr(paces, "perf_counter", lambda: self.now)
+
+    def bursts(self, pace: Pace, count: int, length: int, seconds: Callable[[bool, int], float]) -> list[bool]:
+        """By which way so many times so many collectives in a row go, with pauses between."""
+        taken = []
+        for _ in range(count):
+            self.now += 2 * PAUSE_SECONDS
+            for place in range(length):
+                told, way = pace.word, pace.is_through_slots(NBYTES)
+                took = seconds(way, place)
+                self.now += took
+                pace.took(NBYTES, way, took)
+                pace.hear(told)
+                taken.append(way)
+        return taken
+
+
+def test_the_first_after_a_pause_do_not_count_where_more_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are twice as fast, but not for the first after a pause, which are most of what is measured at last."""
+    clock, pace = Clock(monkeypatch), Pace()
+
+    def seconds(through_slots: bool, place: int) -> float:
+        return (5e-4 if place < COLD else 1e-4) if through_slots else 2e-4
+
+    clock.bursts(pace, 1, 40, seconds)
+    taken = clock.bursts(pace, 100, COLD + 1, seconds)
+    assert taken.count(True) > 0.9 * len(taken)
+
+
+def test_where_all_come_after_a_pause_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    taken = clock.bursts(Pace(), 100, 1, lambda through_slots, place: 1e-4 if through_slots else 3e-4)
+    assert taken.count(True) > 0.9 * len(taken)
+    taken = clock.bursts(Pace(), 100, 1, lambda through_slots, place: 3e-4 if through_slots else 1e-4)
+    assert taken.count(False) > 0.9 * len(taken)

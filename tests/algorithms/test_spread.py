@@ -95,6 +95,7 @@ def test_larger_slots_are_asked_for_when_enough_rounds_have_come_and_once(monkey
 
 def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, place = Machine(monkeypatch, 4 * MIB, 4), made()
+    machine.written += [(0, SLOTS[0]), (1, SLOTS[1])]
     for number in range(2 * SAMPLES):
         if number % 3 == 0 and number != 2 * SAMPLES - 1:
             place.begin(number % 2, 65536)
@@ -102,6 +103,16 @@ def test_a_round_whose_writing_was_interrupted_is_not_counted(monkeypatch: pytes
         else:
             machine.write(place, 65536)
     assert is_wide(machine.write(place, 65536))
+
+
+def test_writing_that_takes_longer_for_other_reasons_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are met for the first time, and caches that a pause has filled with other things."""
+    machine, place = Machine(monkeypatch, 4 * MIB, 1), made()
+    for number in range(2 * SAMPLES):
+        place.begin(number % 2, MIB)
+        machine.now += 0.0006 if number < 2 else 0.0001 if number in (5, 6, 7) else 0.00003
+        place.end(MIB)
+    assert not is_wide(machine.write(place, MIB))
 
 
 def test_it_tells_when_it_tries_places(monkeypatch: pytest.MonkeyPatch) -> None:

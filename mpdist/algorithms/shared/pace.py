@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from time import perf_counter
 
 # Of the last so many times the lower median counts: the first by another way finds its memory in the wrong cache, the
 # first after a pause in none, which may be faster than all others, and what else the machine does must not look like a
 # slow way.
 SAMPLES = 4
+
+# The first so many after a pause of so many seconds don't count where more used to follow: they find other things in the
+# caches, by either way, but not after each pause alike.
+COLD = 2
+PAUSE_SECONDS = 0.0005
 
 # After so many times by the better way, multiplied by how much better it is, the other is tried again.
 TRIED_EVERY = 128
@@ -31,6 +37,17 @@ class _Size:
         self.through_slots = False
         self._times: tuple[deque[float], deque[float]] = deque(maxlen=SAMPLES), deque(maxlen=SAMPLES)
         self._count = 0  # of times since the last change of the way
+        self._ended = 0.0
+        self._run = self._last_run = 0  # so many without a pause
+
+    def is_cold(self, seconds: float) -> bool:
+        """Whether the collective that has just taken so long is one of the first after a pause, and more follow."""
+        now = perf_counter()
+        if now - seconds > self._ended + PAUSE_SECONDS:
+            self._last_run, self._run = self._run, 0
+        self._ended = now
+        self._run += 1
+        return self._run <= COLD < self._last_run
 
     def took(self, through_slots: bool, seconds: float) -> None:
         here, there = (self._times[way] for way in (through_slots, not through_slots))
@@ -79,6 +96,8 @@ class Pace:
         known = self._sizes.get(size)
         if known is None:
             known = self._sizes[size] = _Size()
+        if known.is_cold(seconds):
+            return
         known.took(through_slots, seconds / nbytes)
         bit = 1 << size
         self.word = self.word | bit if known.through_slots else self.word & ~bit
