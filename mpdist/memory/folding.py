@@ -11,7 +11,8 @@ result    avg divides; narrowed if 16-bit, rounded once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from mpdist.memory.elements import BY_NAME, Array, Element
 from mpdist.memory.half import narrow_into, widen
 from mpdist.memory.half_folding import Block, HalfFolding
-from mpdist.memory.ops import Factor, ReduceOp, divide, fold, ufunc_of
+from mpdist.memory.ops import Factor, ReduceOp, divide, division, fold, ufunc_of
 from mpdist.memory.quiet import QUIET
 from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
 
@@ -34,6 +35,7 @@ class Folder:
         terms: how many ranks' inputs the result stands for, which avg divides by; None: a partial result.
         factors: what premul_sum multiplies each source by; None: by nothing.
         pair: NumPy's function that alone folds two sources into one destination; None where it takes more.
+        pair_steps: so many calls of NumPy fold two sources into one destination; 0: it takes more than these.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Folder:
         "factors",
         "op",
         "pair",
+        "pair_steps",
         "terms",
     )
 
@@ -66,6 +69,7 @@ class Folder:
         is_scaled = self.factors is not None or self._divides
         is_plain = not (self._half is not None or is_scaled or self._is_odd_alone)
         self.pair: Any = self._ufunc if is_plain else None
+        self.pair_steps = 1 if is_plain else 2 if self._divides and self._half is None else 0
 
     def _factor(self, factor: Factor) -> Any:
         with np.errstate(all="ignore"):
@@ -113,6 +117,13 @@ class Folder:
             for part in blocks(count, limit):
                 fold_part = self._fold_one if self._is_odd_alone and part.start == count - 1 else block
                 fold_part([x[part] for x in sources], [out[part] for out in outs])
+
+    def calls_for_pair(self, first: Array, second: Array, out: Array) -> list[Callable[[], object]]:
+        """These steps, each to be made once and in this order; see `pair_steps`."""
+        calls: list[Callable[[], object]] = [partial(QUIET.call, self._ufunc, first, second, out=out)]
+        if self._divides:
+            calls.append(partial(QUIET.call, *division(out, self.terms, out)))  # type: ignore[arg-type]  # there are
+        return calls
 
     def _fold_one(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:
         """NumPy multiplies one complex number by other rules where the result is an operand: so here are two."""

@@ -220,12 +220,17 @@ def finish(op: ReduceOp, acc: Array, size: int, element: Element) -> None:
 
 def divide(x: Array, size: int, out: Array) -> None:
     """x / size of floating point or complex numbers, each part rounded to nearest."""
+    function, *arguments = division(x, size, out)
+    function(*arguments)
+
+
+def division(x: Array, size: int, out: Array) -> tuple[Any, Array, float, Array]:
+    """NumPy's function that does the same, and its arguments."""
     if x.dtype.kind == "c":
         x, out = x.view(x.real.dtype), out.view(out.real.dtype)  # NumPy would divide by a complex number
     if size & (size - 1) == 0:
-        np.multiply(x, 1 / size, out)  # exact, and faster
-    else:
-        np.divide(x, size, out)
+        return np.multiply, x, 1 / size, out  # exact, and faster
+    return np.divide, x, size, out
 
 
 def premultiply(op: ReduceOp, x: Array, element: Element) -> Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from mpdist.algorithms.shared import pace as paces
 from mpdist.algorithms.shared.pace import COLD, PAUSE_SECONDS, SAMPLES, TRIED_EVERY, Pace
 

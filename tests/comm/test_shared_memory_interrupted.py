@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, Way, replaced
+from algorithms.forcing import SHARED, replaced
 from progress.interruptions import Interrupted, Interruptions, raising
 
 from mpdist import Communicator
@@ -26,11 +26,12 @@ COUNTS = (500, 16_000, 30_000)
 @pytest.mark.parametrize("through_slots", [False, True])
 @pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
 @pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("op", ["sum", "avg"])
 def test_nothing_is_reduced_twice(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, count: int, resident: str, through_slots: bool
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, op: str, count: int, resident: str, through_slots: bool
 ) -> None:
     monkeypatch.setattr(Pace, "is_through_slots", lambda *_: through_slots)
-    with replaced(comm, Way(SHARED.forced)):
+    with replaced(comm, SHARED):
         made = comm.dup().wait()
     made.barrier().wait()
     is_resident = resident == "all" or (resident == "rank 0" and made.rank == 0)
@@ -38,7 +39,7 @@ def test_nothing_is_reduced_twice(
     for number in itertools.count():
         for place, x in enumerate(xs):
             x[:] = made.rank + place + number
-        works = [made.all_reduce(x) for x in xs]
+        works = [made.all_reduce(x, op) for x in xs]
         is_interrupted = number % 2 == made.rank
         interruptions = Interruptions(number // 2 if is_interrupted else -1, "shared", FILES)
         with raising():
@@ -49,7 +50,7 @@ def test_nothing_is_reduced_twice(
                 works[-1].wait()
         for place, (x, work) in enumerate(zip(xs, works, strict=True)):
             work.wait()
-            wanted = 2 * (place + number) + 1
+            wanted = (2 * (place + number) + 1) / (2 if op == "avg" else 1)
             np.testing.assert_array_equal(x, wanted, f"array {place}, interrupted at place {number // 2}")
         is_past = is_interrupted and interruptions.left >= 0
         if made.all_reduce(np.full(1, is_past), "lor").wait().any():

@@ -17,9 +17,9 @@ HUGE = np.array([3e38, -np.inf], np.float32)
 def test_nothing_warns_in_any_thread_and_everything_does_afterwards(
     is_of_context: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_of_context and not quiet._IS_OF_CONTEXT:
+    if is_of_context and not quiet.IS_ONE_CALL:
         pytest.skip("before NumPy 2 what warns belongs to the thread")
-    monkeypatch.setattr(quiet, "_IS_OF_CONTEXT", is_of_context)
+    monkeypatch.setattr(quiet, "IS_ONE_CALL", is_of_context)
     made = quiet._Quiet()
     before = np.geterr()
     results = []

@@ -17,8 +17,8 @@ from time import perf_counter
 # slow way.
 SAMPLES = 4
 
-# The first so many after a pause of so many seconds don't count where more used to follow: they find other things in the
-# caches, by either way, but not after each pause alike.
+# The first so many after a pause of so many seconds don't count where more used to follow: they find other things in
+# the caches, by either way, but not after each pause alike.
 COLD = 2
 PAUSE_SECONDS = 0.0005
 

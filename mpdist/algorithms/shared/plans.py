@@ -29,7 +29,7 @@ def plan_of(team: Team, how: Reduction, nbytes: int) -> Plan | None:
         return plan
     if nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
         kind: type[Plan] = SmallPlan
-    elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair is not None and IS_ONE_CALL:
+    elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair_steps and IS_ONE_CALL:
         kind = ShortPlan
     else:
         return None

@@ -7,7 +7,6 @@ nothing into slots here, unlike in `small`.
 
 from __future__ import annotations
 
-from functools import partial
 from operator import call, length_hint
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,12 @@ from mpdist.algorithms.shared.team import (
     Team,
 )
 from mpdist.errors import CommunicationError
-from mpdist.memory.quiet import QUIET
 from mpdist.progress.backoff import message_credit
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from mpdist.algorithms.reduction import Reduction
     from mpdist.memory import Buffer
     from mpdist.memory.elements import Array
@@ -46,20 +46,20 @@ class ShortPlan(Plan):
     """Of those of one op, element type and size.
 
     Attributes:
-        reduces: NumPy's function.
+        folder: what reduces, by few calls of NumPy.
         pace: by which way private memory goes; None: through slots, and so does mapped memory but where the last one
             of both was mapped.
         mine: the slice that this member reduces where nothing goes through slots.
         credit: of a turn's, what one costs more than others.
     """
 
-    __slots__ = ("credit", "element", "is_first", "mine", "nbytes", "pace", "reduces")
+    __slots__ = ("credit", "element", "folder", "is_first", "mine", "nbytes", "pace")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
         self.nbytes = nbytes
         self.element = how.element
-        self.reduces = how.folder.pair
+        self.folder = how.folder
         self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else None
         self.is_first = team.rank == 0
         at = cuts(self.count, 2, 2)
@@ -74,8 +74,8 @@ class ShortAllReduce(OneRound):
     _held: tuple[Buffer, Buffer]
     _is_private = False
     _is_through = False
-    _reducing: Any = None
-    """An iterator over the call of NumPy that is not to be made twice; at its end when it was made."""
+    _calls: Iterator[Callable[[], object]] | None = None
+    """An iterator over the calls of NumPy that are not to be made twice, which has left what is to be made."""
     _start = 0.0
 
     def _stage(self, team: Team) -> None:
@@ -138,7 +138,7 @@ class ShortAllReduce(OneRound):
             self._start = self._start or perf_counter()
         if not self._is_through:
             return self._has_gone_straight(team, other[at + X_AT], other[at + OUT_AT])
-        if not self._is_reduced():
+        if not self._is_reduced_after_all():
             self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
         if pace is not None and plan.is_first and not team.spread.is_trying:
             pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
@@ -176,7 +176,7 @@ class ShortAllReduce(OneRound):
         plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
         out = self._out[part]
         theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
-        if not self._is_reduced():
+        if not self._is_reduced_after_all():
             if type(theirs) is Remote:
                 (room,) = SCRATCH.rows(1, out.size, out.dtype)
                 theirs.read_into(room, part.start)
@@ -189,14 +189,20 @@ class ShortAllReduce(OneRound):
         else:
             np.copyto(target[part], out)
 
-    def _is_reduced(self) -> bool:
-        return self._reducing is not None and not length_hint(self._reducing)
+    def _is_reduced_after_all(self) -> bool:
+        """Whether it was interrupted after the first call; then the others are made now."""
+        calls = self._calls
+        if calls is None or length_hint(calls) == self._plan.folder.pair_steps:
+            return False
+        for _ in map(call, calls):
+            pass
+        return True
 
     def _reduce(self, mine: Array, theirs: Array, out: Array) -> None:
         plan = self._plan
         first, second = (mine, theirs) if plan.is_first else (theirs, mine)
-        self._reducing = iter((partial(QUIET.call, plan.reduces, first, second, out=out),))
-        for _ in map(call, self._reducing):
+        self._calls = iter(plan.folder.calls_for_pair(first, second, out))
+        for _ in map(call, self._calls):
             pass
 
 
