@@ -15,12 +15,12 @@ from progress.interruptions import Interrupted, Interruptions, raising
 from mpdist import Communicator
 from mpdist.algorithms.shared.pace import Pace
 
-pytestmark = [pytest.mark.ranks(2), pytest.mark.limit(120)]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(120)]
 
-FILES = ("one_round", "small", "short", "slots", "spread", "pace", "team", "moving")
+FILES = ("one_round", "small", "short", "sliced", "slots", "spread", "pace", "team", "moving")
 
-# Of float32: small, and short without and with a choice of the way.
-COUNTS = (500, 16_000, 30_000)
+# Of float32: small, short without and with a choice of the way, and sliced.
+COUNTS = (500, 16_000, 30_000, 50_000)
 
 
 @pytest.mark.parametrize("through_slots", [False, True])
@@ -40,8 +40,8 @@ def test_nothing_is_reduced_twice(
         for place, x in enumerate(xs):
             x[:] = made.rank + place + number
         works = [made.all_reduce(x, op) for x in xs]
-        is_interrupted = number % 2 == made.rank
-        interruptions = Interruptions(number // 2 if is_interrupted else -1, "shared", FILES)
+        is_interrupted = number % made.size == made.rank
+        interruptions = Interruptions(number // made.size if is_interrupted else -1, "shared", FILES)
         with raising():
             try:
                 with interruptions:
@@ -50,8 +50,9 @@ def test_nothing_is_reduced_twice(
                 works[-1].wait()
         for place, (x, work) in enumerate(zip(xs, works, strict=True)):
             work.wait()
-            wanted = (2 * (place + number) + 1) / (2 if op == "avg" else 1)
-            np.testing.assert_array_equal(x, wanted, f"array {place}, interrupted at place {number // 2}")
+            wanted = place + number + (made.size - 1) / 2
+            wanted *= made.size if op == "sum" else 1
+            np.testing.assert_array_equal(x, wanted, f"array {place}, interrupted at place {number // made.size}")
         is_past = is_interrupted and interruptions.left >= 0
         if made.all_reduce(np.full(1, is_past), "lor").wait().any():
             assert number > 20

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, call_word
-from mpdist.algorithms.shared.team import CONSUMED, REDUCED, STAGED, Team
-from mpdist.errors import MpdistError
+from mpdist.algorithms.shared.team import CONSUMED, FAILED, REDUCED, STAGED, Team
+from mpdist.errors import CommunicationError, MpdistError
+from mpdist.progress.backoff import message_credit
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
@@ -23,17 +24,24 @@ class Plan:
     Attributes:
         request: makes one of them.
         call: its word, but for the number of the round.
-        count: elements.
+        count: elements; nbytes: of them.
+        element: their type.
+        folder: what reduces.
         slots: where members show private memory.
+        credit: of a turn's, what one costs more than others.
     """
 
-    __slots__ = ("call", "count", "slots")
+    __slots__ = ("call", "count", "credit", "element", "folder", "nbytes", "slots")
 
     request: type[OneRound]
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         self.call = call_word("all_reduce", nbytes, 0, True)
         self.count = nbytes // how.element.itemsize
+        self.nbytes = nbytes
+        self.element = how.element
+        self.folder = how.folder
+        self.credit = message_credit(nbytes) - 1
         self.slots = team.slots(how.element)
 
 
@@ -123,3 +131,37 @@ class OneRound:
             self._end(team)
         team.give_up()
         raise why
+
+
+class TwoWays(OneRound):
+    """One that goes through slots, or straight: each member reduces a slice, from and to where the arrays are."""
+
+    _is_through = False
+
+    def _go_straight(self, team: Team, *places: int) -> bool:
+        """Do this member's slice, and look whether the others have done theirs."""
+        try:
+            self._reduce_slice(team, *places)
+        except CommunicationError as error:  # it waits for the end, for the others are still at this one's arrays
+            self._why = error
+            team.note(FAILED, self._number)
+        self._is_done = True
+        return self._has_gone_straight(team)
+
+    def _reduce_slice(self, team: Team, *places: int) -> None:
+        """A signal's handler may raise in here; then it is called again."""
+        raise NotImplementedError
+
+    def _has_gone_straight(self, team: Team) -> bool:
+        """Whether the others are done with this one's arrays; then it is over."""
+        number = self._number
+        if team.mine[CONSUMED] < number:
+            team.note(REDUCED, number)
+            team.tell(CONSUMED, number)
+        if not team.have_come(CONSUMED, number):
+            return False
+        team.channel.engine.credit -= self._plan.credit
+        for line in team.others:
+            if line[FAILED] == number:
+                self._why = self._why or team.undone("all_reduce", number)
+        return self._leave(team)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.one_round import Plan
 from mpdist.algorithms.shared.short import ShortPlan
+from mpdist.algorithms.shared.sliced import SlicedPlan
 from mpdist.algorithms.shared.small import SmallPlan
-from mpdist.algorithms.shared.team import SLOT_BYTES, Team
+from mpdist.algorithms.shared.team import RESULT_BYTES, SLOT_BYTES, Team
 from mpdist.memory.quiet import IS_ONE_CALL
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def plan_of(team: Team, how: Reduction, nbytes: int) -> Plan | None:
         kind: type[Plan] = SmallPlan
     elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair_steps and IS_ONE_CALL:
         kind = ShortPlan
+    elif team.size > 2 and nbytes <= min(SLOT_BYTES, team.size * RESULT_BYTES):
+        kind = SlicedPlan
     else:
         return None
     if len(team.plans) == KNOWN_PLANS:

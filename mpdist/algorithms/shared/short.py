@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
-from mpdist.algorithms.shared.one_round import OneRound, Plan
+from mpdist.algorithms.shared.one_round import Plan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
 from mpdist.algorithms.shared.team import (
     CALL_AT,
-    CONSUMED,
     FACTS,
     FACTS_AT,
-    FAILED,
     GIVEN_UP,
-    REDUCED,
     STAGED,
     Team,
 )
-from mpdist.errors import CommunicationError
-from mpdist.progress.backoff import message_credit
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
@@ -46,34 +41,27 @@ class ShortPlan(Plan):
     """Of those of one op, element type and size.
 
     Attributes:
-        folder: what reduces, by few calls of NumPy.
         pace: by which way private memory goes; None: through slots, and so does mapped memory but where the last one
             of both was mapped.
         mine: the slice that this member reduces where nothing goes through slots.
-        credit: of a turn's, what one costs more than others.
     """
 
-    __slots__ = ("credit", "element", "folder", "is_first", "mine", "nbytes", "pace")
+    __slots__ = ("is_first", "mine", "pace")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
-        self.nbytes = nbytes
-        self.element = how.element
-        self.folder = how.folder
         self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else None
         self.is_first = team.rank == 0
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
-        self.credit = message_credit(nbytes) - 1
 
 
-class ShortAllReduce(OneRound):
+class ShortAllReduce(TwoWays):
     """One such all_reduce."""
 
     _plan: ShortPlan
     _held: tuple[Buffer, Buffer]
     _is_private = False
-    _is_through = False
     _calls: Iterator[Callable[[], object]] | None = None
     """An iterator over the calls of NumPy that are not to be made twice, which has left what is to be made."""
     _start = 0.0
@@ -115,7 +103,7 @@ class ShortAllReduce(OneRound):
                 raise self._why
             return True
         if self._is_done:
-            return self._end(team) if self._is_through else self._is_left(team)
+            return self._end(team) if self._is_through else self._has_gone_straight(team)
         number, other = self._number, team.others[0]
         if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
             return False
@@ -137,7 +125,7 @@ class ShortAllReduce(OneRound):
                 self._is_private = self._is_through = False
             self._start = self._start or perf_counter()
         if not self._is_through:
-            return self._has_gone_straight(team, other[at + X_AT], other[at + OUT_AT])
+            return self._go_straight(team, other[at + X_AT], other[at + OUT_AT])
         if not self._is_reduced_after_all():
             self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
         if pace is not None and plan.is_first and not team.spread.is_trying:
@@ -146,33 +134,15 @@ class ShortAllReduce(OneRound):
         self._is_done = True
         return self._end(team)
 
-    def _has_gone_straight(self, team: Team, x_at: int, out_at: int) -> bool:
-        """Do this member's slice, from and to where the arrays are, and look whether the other has done its own."""
-        try:
-            self._reduce_slice(team, x_at, out_at)
-        except CommunicationError as error:  # it waits for the end, for the other is still at this one's arrays
-            self._why = error
-            team.note(FAILED, self._number)
-        self._is_done = True
-        return self._is_left(team)
-
-    def _is_left(self, team: Team) -> bool:
-        """Whether the other has done its share, too; then this is over."""
-        number, plan = self._number, self._plan
-        if team.mine[CONSUMED] < number:
-            team.note(REDUCED, number)
-            team.tell(CONSUMED, number)
-        if not team.have_come(CONSUMED, number):
+    def _has_gone_straight(self, team: Team) -> bool:
+        if not super()._has_gone_straight(team):
             return False
+        plan = self._plan
         if plan.pace is not None and plan.is_first and self._is_private:
             plan.pace.took(plan.nbytes, False, self._shown + perf_counter() - self._start)
-        team.channel.engine.credit -= plan.credit
-        if team.others[0][FAILED] == number:
-            self._why = self._why or team.undone("all_reduce", number)
-        return self._leave(team)
+        return True
 
-    def _reduce_slice(self, team: Team, x_at: int, out_at: int) -> None:
-        """Both members' slices into both; a signal handler may raise in here, and then it is called again."""
+    def _reduce_slice(self, team: Team, x_at: int, out_at: int) -> None:  # type: ignore[override]  # so many places
         plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
         out = self._out[part]
         theirs: Any = team.memory(peer, x_at, plan.count, plan.element)

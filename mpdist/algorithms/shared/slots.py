@@ -57,6 +57,10 @@ class Slots:
         start = self._lines[member][self._start_at + side]
         return self._arenas[member][(start if start >= 0 else ~start) // self._itemsize :]
 
+    def show_mapped(self, side: int, offset: int) -> None:
+        """A round is an array that begins with this byte of this member's arena, and is not copied."""
+        self._mine[self._start_at + side] = ~offset
+
     def mark(self, side: int, is_mapped: bool) -> None:
         """Say, besides where a round begins, whether the array that was shown is mapped by the others."""
         at = self._start_at + side
