@@ -45,19 +45,27 @@ class ArrayReceive(Receive):
         if not self._done:
             engine = self._channel.engine
             if self._channel.inbox.box.sole is self and engine.credit > 0:
-                engine.lock.acquire()
                 try:
-                    self._meet()
-                finally:
-                    engine.lock.release()
-                if engine.finished or self._callbacks is not None:
-                    self._announce()
+                    with engine.lock:
+                        self._meet()
+                    if engine.finished or self._callbacks is not None:
+                        self._announce()
+                except BaseException:  # of a signal's handler
+                    self._take_back()
+                    self._abandon()
+                    raise
             if not self._done:
                 return (yield from super().__await__())
         self._looked_at = True
         if self._error is not None:
             raise self._seen_error()
         return self._result
+
+    def _take_back(self) -> None:
+        """Nobody has looked at what the latency path has received."""
+        if self._looked_at and self._error is None:
+            self._looked_at = False
+            self._matched()
 
     def _meet(self) -> None:
         """Wait a while for its message, and receive it: it is done then, looked at, and nobody is called back.
@@ -80,14 +88,19 @@ class ArrayReceive(Receive):
             want |= tag << wire.CODE_BITS
             mask = -1
         memory = [self._x, nbytes, channel.byte]
-        improbe, any_source, any_tag, status, words, source_at, tag_at, nbytes_at = inbox.probing
+        words, source_at, tag_at, nbytes_at = inbox.envelope
         # Made while the message is still under way; where it came from may be filled in.
         self._result = message = Message(self._x, src, tag, nbytes // element.itemsize, nbytes, element)
+        handle = request = None
         try:
-            for _ in engine.quick_polls:
-                handle = improbe(any_source, any_tag, status)
+            left = len(engine.quick_polls)
+            for handle in inbox.probed_for:
                 if handle is None:
+                    left -= 1
+                    if left <= 0:
+                        break
                     continue
+                inbox.untaken = handle
                 wire_tag = words[tag_at]
                 source = words[source_at]
                 if wire_tag & mask == want and (source == src or src < 0) and words[nbytes_at] == nbytes:
@@ -101,13 +114,33 @@ class ArrayReceive(Receive):
                         self._done = self._looked_at = True
                         engine.credit -= 1
                     else:
-                        self._land(handle.Irecv(memory), source)
+                        for request in map(handle.Irecv, (memory,)):  # a name at once, as for the message
+                            self._land(request, source)
                     break
                 inbox.arrived(handle)
-                if box.sole is not self:
+                left -= 1
+                if box.sole is not self or left <= 0:
                     break
         except inbox.failure as error:
             self._broke(error)
+        except BaseException:  # of a signal's handler
+            if handle is not None and inbox.untaken is handle:
+                self._go_on(handle, request)
+            raise
+
+    def _go_on(self, handle: Any, request: Request | None) -> None:
+        """Be as if the general way had met this message, where the latency path was interrupted with it."""
+        inbox = self._channel.inbox
+        box = inbox.box
+        if self._done or self._incoming is not None:
+            return
+        if request is not None:
+            self._wait_for(request)
+        elif not handle:  # received
+            self._done = self._looked_at = True
+        else:
+            box.sole, box.receives, self.order = self, 1, 1
+            inbox.arrived(handle)
 
     def _land(self, request: Request, source: int) -> None:
         """Let MPI write a message that may still be with its sender."""
@@ -120,11 +153,14 @@ class ArrayReceive(Receive):
                 self._done = self._looked_at = True
                 channel.ring(source)  # its send is complete now
                 return
+        self._wait_for(request)
+
+    def _wait_for(self, request: Request) -> None:
         incoming = self._matched()
         incoming.request = request
         self._room = self._buffer
         self._steps = self._program(incoming)
-        engine.active.append(self)
+        self._channel.engine.active.append(self)
 
     def _matched(self) -> Incoming:
         """The message that it has met, as if the mailbox had matched it: it can be given back."""

@@ -205,9 +205,7 @@ class Channel:
         work = Direct(self, op, result, words, task)
         frame = sys._getframe(caller)
         work._place = place = (frame.f_code, frame.f_lasti)
-        lock = engine.lock
-        lock.acquire()
-        try:
+        with engine.lock:
             if self._running is not None or self._queue:  # by another thread, since it was looked at
                 return self._post_indirect(op, words, result, call, arguments, is_native)
             if self.signer is not None and is_native is not None:
@@ -218,8 +216,6 @@ class Channel:
             self.recent.append((op, words, place))
             collectives.append(work)
             engine.active.append(work)
-        finally:
-            lock.release()
         flags = self.flags
         for peer in self.peers:
             if flags[peer]:

@@ -222,8 +222,7 @@ class Engine:
 
     def drive_inline(self, work: Work[Any]) -> bool:
         """Drive for one awaiting task, a bounded number of times; True when its Work is done."""
-        self.lock.acquire()
-        try:
+        with self.lock:
             if self.backoff.yields:
                 self._has_yielded = True
                 self._poll_and_yield(work)
@@ -235,8 +234,6 @@ class Engine:
             active = self.active
             if active and active[-1] is work and work._done and work._poll():
                 active.pop()
-        finally:
-            self.lock.release()
         self.credit -= 1
         if self.finished:
             self.flush()

@@ -8,7 +8,7 @@ write into the receiver's buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.progress import wire
@@ -37,7 +37,10 @@ class Inbox:
     Attributes:
         box: posted receives and unclaimed messages.
         is_listening: whether the Engine's drives probe for it.
-        probing: MPI's probe, its arguments, and where in its status what it found is.
+        envelope: MPI's status of what a probe has found, and where in it what is.
+        probed_for: an iterator without end, of what a probe finds, or None. After a call of the probe a signal's
+            handler could raise before the message has a name; a `for` names it at once.
+        untaken: a message that MPI has given out, until it is delivered.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -48,12 +51,9 @@ class Inbox:
         self.is_listening = False
         self.envelope = transport.envelope
         self.failure = transport.failure
-        any_message = (transport.any_source, transport.any_tag)
-        self.probing = (transport.improbe, *any_message, transport.status, *self.envelope)
-        # An iterator without end, of what a probe finds, or None. After a call of the probe a signal's handler could
-        # raise before the message has a name; a `for` names it at once.
-        self._probed_for = iter(partial(transport.improbe, *any_message, transport.status), object())
-        self._untaken: object = None  # a message that MPI has given out, until it is delivered
+        arguments = transport.any_source, transport.any_tag, transport.status
+        self.probed_for: Iterator[Any] = map(transport.improbe, *map(repeat, arguments))
+        self.untaken: object = None
         self._in_pieces: dict[tuple[int, int], Incoming] = {}
         self._probed: set[Incoming] = set()
         self._all_came_of: set[int] = set()
@@ -154,14 +154,14 @@ class Inbox:
     def poll(self, most: int = POLL_MESSAGES) -> bool:
         """Take what has arrived, so many messages at the most; True if anything has."""
         taken = 0
-        for handle in self._probed_for:
+        for handle in self.probed_for:
             if handle is None:
                 break
-            self._untaken = handle
+            self.untaken = handle
             try:
                 self.arrived(handle)
             except BaseException:  # of a signal's handler
-                if self._untaken is handle:
+                if self.untaken is handle:
                     self.arrived(handle)
                 raise
             taken += 1
@@ -197,7 +197,7 @@ class Inbox:
         """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
         receive = None
         try:
-            self._untaken = None
+            self.untaken = None
             while (receive := self.box.match(incoming.src, incoming.tag)) is not None:
                 if receive.accept(incoming):
                     return

@@ -66,17 +66,18 @@ class SendReceive(Wrapped[Message]):
     # ------------------------------------------------------------------ waiting
 
     def __await__(self) -> Generator[Any, None, Message]:
-        engine = self._channel.engine
-        sole = self._channel.inbox.box.sole
-        if sole is self._receive and isinstance(sole, ArrayReceive) and engine.credit > 0:
-            try:
+        engine, receive = self._channel.engine, self._receive
+        try:
+            if self._channel.inbox.box.sole is receive and engine.credit > 0 and isinstance(receive, ArrayReceive):
                 with engine.lock:
-                    self._meet(sole)  # type: ignore[arg-type]  # mypy takes what isinstance says from its __init__
+                    self._meet(receive)  # type: ignore[arg-type]  # mypy takes what isinstance says from its __init__
                 if engine.finished:
                     engine.flush()
-            except BaseException:  # of a signal's handler
-                self._abandon()
-                raise
+        except BaseException:  # of a signal's handler
+            if isinstance(receive, ArrayReceive):
+                receive._take_back()
+            self._abandon()
+            raise
         if not self._done:
             return (yield from super().__await__())
         self._looked_at = True

@@ -325,22 +325,20 @@ class Requested(Work[T]):
         if not self._done:
             engine = self._channel.engine
             if engine.credit > 0 and self._callbacks is None:
-                engine.lock.acquire()
-                try:
+                with engine.lock:
                     request = self._request
                     if request is not None:
                         test = request.Test
-                        for _ in engine.quick_polls:
-                            if test():
-                                self._complete()
-                                engine.credit -= 1
-                                break
-                except Exception as error:
-                    if is_interruption(error):
-                        raise
-                    self._broke(error)
-                finally:
-                    engine.lock.release()
+                        try:
+                            for _ in engine.quick_polls:
+                                if test():
+                                    self._complete()
+                                    engine.credit -= 1
+                                    break
+                        except Exception as error:
+                            if is_interruption(error):
+                                raise
+                            self._broke(error)
             if not self._done:
                 return (yield from super().__await__())
         if self._error is not None:

@@ -19,7 +19,7 @@ from mpdist.progress import sending, wire
 
 pytestmark = pytest.mark.ranks(2)
 
-FILES = ("inbox", "mailbox", "message", "pickling", "receive", "transfer")
+FILES = ("array_receive", "inbox", "mailbox", "message", "pickling", "receive", "sendrecv", "transfer")
 GO = 9
 
 
@@ -115,3 +115,51 @@ def receive_two(
     while len(got) < 2:
         got.append(first(post(comm).wait(5)))
     return got
+
+
+AWAITED: dict[str, tuple[Callable[[Communicator, int], Any], Callable[[Communicator], mpdist.Work[Any]]]] = {
+    "small array": (array(3), lambda comm: comm.recv(np.zeros(3, int), 0)),
+    "any": (array(3), lambda comm: comm.recv(np.zeros(3, int))),
+    "large array": (array(20_000), lambda comm: comm.recv(np.zeros(20_000, int), 0)),
+    "another comes first": (array(3), lambda comm: comm.recv(np.zeros(3, int), 0, GO + 1)),
+    "small array, sent one": (array(3), lambda comm: comm.sendrecv(np.zeros(1, int), 1, np.zeros(3, int), 0)),
+    "large array, sent one": (array(20_000), lambda comm: comm.sendrecv(np.zeros(1, int), 1, np.zeros(20_000, int), 0)),
+}
+
+
+@pytest.mark.parametrize("case", AWAITED)
+async def test_no_message_is_lost_wherever_an_await_is_interrupted(comm: Communicator, case: str) -> None:
+    """Rank 1 receives the first of two messages and is interrupted; with sendrecv it sends to itself."""
+    send, post = AWAITED[case]
+    for number in itertools.count(1):
+        if comm.rank == 0:
+            works = [send(comm, 2 * number), send(comm, 2 * number + 1)]
+            if case == "another comes first":
+                works.append(comm.send(np.full(3, 2 * number), 1, GO + 1))
+            for work in works:
+                await work
+            if not (await comm.recv(np.zeros(1, int), 1, GO)).data[0]:
+                return
+            continue
+        interruptions = Interruptions(number, "progress", FILES)
+        got = []
+        work = post(comm)
+        try:
+            with interruptions:
+                message = await work
+            got.append(first(message))
+        except Interrupted:
+            if case == "another comes first":
+                got.append(first(await comm.recv(np.zeros(3, int), 0, GO + 1).within(5)))
+        while len(got) < 2 + (case == "another comes first"):
+            got.append(first(await comm.recv(src=0, tag=0).within(5)))
+        if "sent one" in case:
+            await comm.recv(np.zeros(1, int), 1)
+        wanted = [2 * number, 2 * number + 1]
+        assert got == ([2 * number, *wanted] if case == "another comes first" else wanted), f"place {number}"
+        assert comm._channel.unfinished() == []
+        assert comm._channel.inbox.unclaimed() == []
+        await comm.send(np.full(1, int(interruptions.left < 0)), 0, GO)
+        if interruptions.left >= 0:
+            assert number > 5
+            return
