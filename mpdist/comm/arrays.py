@@ -124,6 +124,10 @@ def op_text(element: Element, nbytes: int, name: str) -> str:
     return f"{text_of(element, nbytes)} {name}"
 
 
+def op_to_text(element: Element, nbytes: int, name: str, dst: int) -> str:
+    return f"{op_text(element, nbytes, name)} to {dst}"
+
+
 def name_of(op: OpLike) -> str:
     return op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
 

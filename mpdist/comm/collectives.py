@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import native, uneven
+from mpdist.algorithms import uneven
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
 from mpdist.comm.arrays import check_all_apart, check_apart, from_text, text_of, to_text
@@ -76,10 +76,14 @@ class Collectives(Reductions):
             return self._channel.post("gather", uneven.gather, lambda: f"[{name}] to {dst}", mine, outs, dst, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
-        details = partial(to_text, source.element, source.nbytes, dst)
-        if source.nbytes >= self._large_from["gather"]:
+        element, nbytes = source.element, source.nbytes
+        if nbytes >= self._large_from["gather"]:
+            details = partial(to_text, element, nbytes, dst)
             return self._channel.post("gather", self._large.gather, details, self._channel, source, target, dst)
-        return self._channel.post("gather", native.gather, details, source, target, dst)
+        result = None if target is None else target.owner
+        return self._channel.post_direct(
+            "gather", (to_text, element, nbytes, dst), result, self._channel.transport.igather, source, target, dst
+        )
 
     @operation
     def all_gather(self, x: object, *, out: object = None) -> Work[Any]:

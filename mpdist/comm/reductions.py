@@ -16,7 +16,7 @@ from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.plans import plan_of
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.table import COMPARED
-from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, reduction_text
+from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, op_to_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same, overlap
@@ -116,9 +116,14 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape) if self.rank == dst else None
         element, nbytes, name = source.element, source.nbytes, name_of(op)  # the function itself may hold much
-        details = lambda: f"{op_text(element, nbytes, name)} to {dst}"  # noqa: E731  # a text made on demand
+        details = partial(op_to_text, element, nbytes, name, dst)
         if isinstance(how, Reduction):
             is_large = nbytes >= self._large_from["reduce"]
+            if how.is_direct and not is_large and not deterministic:
+                result = None if target is None else target.owner
+                words = (op_to_text, element, nbytes, name, dst)
+                call = self._channel.transport.ireduce
+                return self._channel.post_direct("reduce", words, result, call, source, target, how.mpi_op, dst)
             return self._post_reduction("reduce", details, deterministic, is_large, source, target, how, dst)
         return self._channel.post("reduce", native.reduce_by_function, details, source, target, how, dst)
 
@@ -168,6 +173,12 @@ class Reductions(Arrays):
         details = partial(op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
             is_large = source.nbytes >= self._large_from["reduce_scatter"]
+            if how.is_direct and not is_large and not deterministic:
+                words = (op_text, source.element, source.nbytes, name_of(op))
+                call = self._channel.transport.ireduce_scatter
+                return self._channel.post_direct(
+                    "reduce_scatter", words, target.owner, call, source, target, how.mpi_op
+                )
             return self._post_reduction("reduce_scatter", details, deterministic, is_large, source, target, how)
         counts = [target.count] * self.size
         return self._channel.post(
