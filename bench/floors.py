@@ -1,9 +1,9 @@
-"""Floors: the steps that a collective of two ranks cannot do without, bare, against mpi4py and against mpdist.
+"""Floors: the steps that a collective cannot do without, bare, against mpi4py and against mpdist.
 
     python bench/floors.py [--seconds 0.6] [--json FILE] [--only WORD]
 
-starts itself on 2 ranks with the environment's MPI. Bare are loops over NumPy and the
-kernel's copies between processes, with two words by which the ranks meet; no checks,
+starts itself on 2 ranks, and on 4 for the last case, with the environment's MPI. Bare are loops over NumPy and the
+kernel's copies between processes, with words by which the ranks meet; no checks,
 no event loop, nobody else's turn. `bare / mpi4py` is what no Python code over these means
 can be below, beside the target of bench/collectives.py; `mpdist / bare` is what mpdist
 adds. Of the ways there are the fastest counts. Rounds, checks and arrays are those of
@@ -13,6 +13,7 @@ bench/collectives.py.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from goals import RAW, Goal, Row, two_rank_rows  # beside this script
+from goals import FOUR_RANK_ROWS, RAW, Goal, Row, two_rank_rows  # beside this script
 from measure import Result, is_rank, launch, mpi_name, publish, summary
 
 import mpdist
@@ -49,30 +50,57 @@ Step = Callable[[int], None]
 """Does the operation once; the number is that of the repetition."""
 
 
-class Two:
-    """Two ranks: words and two slots of each, mapped by both."""
+class Several:
+    """Ranks with words that all map, and each other's arrays."""
 
-    def __init__(self, world: mpdist.Communicator, raw: Raw) -> None:
+    def __init__(self, world: mpdist.Communicator, raw: Raw, nbytes: int = HEAD_BYTES) -> None:
+        """Take a block of so many bytes, which begins with words."""
         shared = world._channel.engine.shared
         assert shared is not None, "these ranks share no memory"
         assert shared.reach is not None, "the kernel keeps these ranks' memory private"
         self.shared, self.reach, self.raw = shared, shared.reach, raw
-        self.rank, self.other = world.rank, 1 - world.rank
-        self.block = shared.allocate(HEAD_BYTES + 2 * SLOT_ITEMS * ITEM_BYTES, "bare steps")
+        self.rank, self.size = world.rank, world.size
+        self.block = shared.allocate(nbytes, "bare steps")
         assert self.block is not None
         self.block.bytes()[:HEAD_BYTES] = 0
-        offsets = raw.of_all(self.block.offset)
-        lines = [shared.words(rank, offset, 2) for rank, offset in enumerate(offsets)]
-        self.mine, self.theirs = lines[self.rank], lines[self.other]
-        self.slots = [
-            [
-                shared.array(rank, offset + HEAD_BYTES + side * SLOT_ITEMS * ITEM_BYTES, SLOT_ITEMS, np.float32)
-                for side in range(2)
-            ]
-            for rank, offset in enumerate(offsets)
-        ]
+        self.offsets = raw.of_all(self.block.offset)
+        self.lines = [shared.words(rank, offset, 2) for rank, offset in enumerate(self.offsets)]
         self.scratch = np.empty(PIECE_ITEMS, np.float32)
         self.rounds = 0
+
+    def meet(self) -> None:
+        """All have come; there may be more of them than cores, so who waits gives way."""
+        self.rounds += 1
+        self.lines[self.rank][SHOWN] = self.rounds
+        while any(line[SHOWN] < self.rounds for line in self.lines):
+            os.sched_yield()
+
+    def of_others(self, array: Array) -> list[Memory]:
+        """The others' arrays, where all bind the same; collective."""
+        offset = self.shared.offset_of(as_buffer(array))
+        told = self.raw.of_all((array.ctypes.data if offset is None else offset, offset is not None, array.size))
+        return [self._of(rank, *facts) for rank, facts in enumerate(told) if rank != self.rank]
+
+    def _of(self, rank: int, place: int, is_mapped: bool, count: int) -> Memory:
+        if is_mapped:
+            return self.shared.array(rank, place, count, np.float32)
+        return Remote(self.reach, rank, place, count, np.dtype(np.float32))
+
+
+class Two(Several):
+    """Two ranks: two slots of each besides."""
+
+    def __init__(self, world: mpdist.Communicator, raw: Raw) -> None:
+        super().__init__(world, raw, HEAD_BYTES + 2 * SLOT_ITEMS * ITEM_BYTES)
+        self.other = 1 - world.rank
+        self.mine, self.theirs = self.lines[self.rank], self.lines[self.other]
+        self.slots = [
+            [
+                self.shared.array(rank, offset + HEAD_BYTES + side * SLOT_ITEMS * ITEM_BYTES, SLOT_ITEMS, np.float32)
+                for side in range(2)
+            ]
+            for rank, offset in enumerate(self.offsets)
+        ]
 
     def meet(self) -> None:
         """Both have come."""
@@ -87,13 +115,8 @@ class Two:
 
     def of_other(self, array: Array) -> Memory:
         """The other's array, where both bind the same; collective."""
-        offset = self.shared.offset_of(as_buffer(array))
-        place, is_mapped, count = self.raw.of_all(
-            (array.ctypes.data if offset is None else offset, offset is not None, array.size)
-        )[self.other]
-        if is_mapped:
-            return self.shared.array(self.other, place, count, np.float32)
-        return Remote(self.reach, self.other, place, count, np.dtype(np.float32))
+        (memory,) = self.of_others(array)
+        return memory
 
     def add(self, target: Array, x: Array, theirs: Memory) -> Iterator[tuple[int, int]]:
         """Add in pieces; gives each piece that is done."""
@@ -245,6 +268,47 @@ class Slots(Bare):
         return lambda number: two.exchange(shown, take)
 
 
+class StraightOfSeveral:
+    """Each rank reads its slice of all arrays where they are, and writes it there."""
+
+    def __init__(self, several: Several, name: str, *, is_resident: bool = False) -> None:
+        self.several = several
+        self.name = name
+        self.is_resident = is_resident
+
+    def all_reduce(self, x: Array) -> Step:
+        several, others = self.several, self.several.of_others(x)
+        width = -(-x.size // several.size)
+        first, last = several.rank * width, min((several.rank + 1) * width, x.size)
+
+        def step(_: int) -> None:
+            several.meet()
+            for start in range(first, last, PIECE_ITEMS):
+                part = slice(start, min(start + PIECE_ITEMS, last))
+                own = x[part]
+                for other in others:
+                    theirs = other[part]
+                    if isinstance(theirs, Remote):
+                        room = several.scratch[: own.size]
+                        theirs.read_into(room)
+                        theirs = room
+                    np.add(own, theirs, out=own)
+                for other in others:
+                    copy(other[part], own)
+            several.meet()
+
+        return step
+
+    def bind(self, op: Operation, arrays: Arrays) -> Bound:
+        step = self.all_reduce(arrays.x)
+
+        def run(count: int) -> None:
+            for number in range(count):
+                step(number)
+
+        return Bound(as_run(run), arrays.x, arrays.x)
+
+
 class Awaited:
     """An awaited call of MPI: posted, tested until it is done."""
 
@@ -293,8 +357,18 @@ class Floors(Bench):
     def __init__(self, world: mpdist.Communicator, raw: Raw, task: Task, only: str) -> None:
         super().__init__(world, raw, task)
         self.only = only
+        self.bare: dict[str, list[Contender]]
+        if world.size > 2:
+            several = Several(world, raw)
+            self.rows = FOUR_RANK_ROWS
+            self.bare = {
+                RESIDENT: [StraightOfSeveral(several, "bare, comm.empty", is_resident=True)],
+                OURS: [StraightOfSeveral(several, "bare")],
+            }
+            return
         two = Two(world, raw)
-        self.bare: dict[str, list[Contender]] = {
+        self.rows = two_rank_rows(mpi_name())
+        self.bare = {
             RESIDENT: [Straight(two, "bare, comm.empty", is_resident=True)],
             OURS: [Straight(two, "bare"), Slots(two, "bare, through slots")],
             "awaited": [Awaited(), Straight(two, "bare words")],
@@ -302,10 +376,11 @@ class Floors(Bench):
 
     async def results(self) -> list[Result]:
         results: list[Result] = []
-        for row in two_rank_rows(mpi_name()):
+        for row in self.rows:
             goals = [goal for goal in row.goals if goal.against in (RAW, RAW_NOW)]
             for goal in goals:
                 title = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B")
+                title += "" if self.world.size == 2 else f", {self.world.size} ranks"
                 title += "" if row.nbytes < 64 else " on comm.empty memory" if goal.ours == RESIDENT else " private"
                 if self.only in title:
                     results += await self.compare(title, row, goal)
@@ -365,4 +440,5 @@ if __name__ == "__main__":
     if is_rank():
         mpdist.run(main, parsed)
     else:
-        launch(__file__, 2)
+        for ranks in (2, 4):
+            launch(__file__, ranks)

@@ -138,18 +138,18 @@ class TwoWays(OneRound):
 
     _is_through = False
 
-    def _go_straight(self, team: Team, *places: int) -> bool:
+    def _go_straight(self, team: Team) -> bool:
         """Do this member's slice, and look whether the others have done theirs."""
         try:
-            self._reduce_slice(team, *places)
+            self._reduce_slice(team)
         except CommunicationError as error:  # it waits for the end, for the others are still at this one's arrays
             self._why = error
             team.note(FAILED, self._number)
         self._is_done = True
         return self._has_gone_straight(team)
 
-    def _reduce_slice(self, team: Team, *places: int) -> None:
-        """A signal's handler may raise in here; then it is called again."""
+    def _reduce_slice(self, team: Team) -> None:
+        """This member's slice of all arrays, into all; as `Test`, it may be interrupted and called again."""
         raise NotImplementedError
 
     def _has_gone_straight(self, team: Team) -> bool:

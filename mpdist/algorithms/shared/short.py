@@ -16,14 +16,7 @@ import numpy as np
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import Plan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
-from mpdist.algorithms.shared.team import (
-    CALL_AT,
-    FACTS,
-    FACTS_AT,
-    GIVEN_UP,
-    STAGED,
-    Team,
-)
+from mpdist.algorithms.shared.team import CALL_AT, FACTS, FACTS_AT, GIVEN_UP, STAGED, Team
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
@@ -125,8 +118,8 @@ class ShortAllReduce(TwoWays):
                 self._is_private = self._is_through = False
             self._start = self._start or perf_counter()
         if not self._is_through:
-            return self._go_straight(team, other[at + X_AT], other[at + OUT_AT])
-        if not self._is_reduced_after_all():
+            return self._go_straight(team)
+        if not self._goes_on():
             self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
         if pace is not None and plan.is_first and not team.spread.is_trying:
             pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
@@ -142,11 +135,12 @@ class ShortAllReduce(TwoWays):
             plan.pace.took(plan.nbytes, False, self._shown + perf_counter() - self._start)
         return True
 
-    def _reduce_slice(self, team: Team, x_at: int, out_at: int) -> None:  # type: ignore[override]  # so many places
+    def _reduce_slice(self, team: Team) -> None:
         plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
+        x_at, out_at = team.fact(peer, X_AT), team.fact(peer, OUT_AT)
         out = self._out[part]
         theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
-        if not self._is_reduced_after_all():
+        if not self._goes_on():
             if type(theirs) is Remote:
                 (room,) = SCRATCH.rows(1, out.size, out.dtype)
                 theirs.read_into(room, part.start)
@@ -159,8 +153,8 @@ class ShortAllReduce(TwoWays):
         else:
             np.copyto(target[part], out)
 
-    def _is_reduced_after_all(self) -> bool:
-        """Whether it was interrupted after the first call; then the others are made now."""
+    def _goes_on(self) -> bool:
+        """Whether it was interrupted after the first call; then those that are left are made now."""
         calls = self._calls
         if calls is None or length_hint(calls) == self._plan.folder.pair_steps:
             return False

@@ -130,7 +130,7 @@ class SlicedAllReduce(TwoWays):
         self._is_done = True
         return self._end(team)
 
-    def _reduce_slice(self, team: Team, *_: int) -> None:
+    def _reduce_slice(self, team: Team) -> None:
         plan, side = self._plan, self._side
         if not self._is_folded:
             plan.fold_all(side, self._x, self._memory(team, X_AT))
