@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import uneven
+from mpdist.algorithms import native, uneven
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
 from mpdist.comm.arrays import check_all_apart, check_apart, from_text, text_of, to_text
@@ -77,9 +77,11 @@ class Collectives(Reductions):
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
         element, nbytes = source.element, source.nbytes
+        details = partial(to_text, element, nbytes, dst)
         if nbytes >= self._large_from["gather"]:
-            details = partial(to_text, element, nbytes, dst)
             return self._channel.post("gather", self._large.gather, details, self._channel, source, target, dst)
+        if type(source) is not Buffer:  # a Mirror, whose way depends on the program
+            return self._channel.post("gather", native.gather, details, source, target, dst)
         result = None if target is None else target.owner
         return self._channel.post_direct(
             "gather", (to_text, element, nbytes, dst), result, self._channel.transport.igather, source, target, dst

@@ -119,7 +119,7 @@ class Reductions(Arrays):
         details = partial(op_to_text, element, nbytes, name, dst)
         if isinstance(how, Reduction):
             is_large = nbytes >= self._large_from["reduce"]
-            if how.is_direct and not is_large and not deterministic:
+            if how.is_direct and not is_large and not deterministic and type(source) is Buffer:  # no Mirror
                 result = None if target is None else target.owner
                 words = (op_to_text, element, nbytes, name, dst)
                 call = self._channel.transport.ireduce
@@ -173,7 +173,7 @@ class Reductions(Arrays):
         details = partial(op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
             is_large = source.nbytes >= self._large_from["reduce_scatter"]
-            if how.is_direct and not is_large and not deterministic:
+            if how.is_direct and not is_large and not deterministic and type(source) is Buffer:  # no Mirror
                 words = (op_text, source.element, source.nbytes, name_of(op))
                 call = self._channel.transport.ireduce_scatter
                 return self._channel.post_direct(

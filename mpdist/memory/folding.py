@@ -69,7 +69,7 @@ class Folder:
         is_scaled = self.factors is not None or self._divides
         is_plain = not (self._half is not None or is_scaled or self._is_odd_alone)
         self.pair: Any = self._ufunc if is_plain else None
-        self.pair_steps = 1 if is_plain else 2 if self._divides and self._half is None else 0
+        self.pair_steps = 1 if self.pair is not None else 2 if self._divides and self._half is None else 0
 
     def _factor(self, factor: Factor) -> Any:
         with np.errstate(all="ignore"):

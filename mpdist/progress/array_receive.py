@@ -136,6 +136,8 @@ class ArrayReceive(Receive):
             return
         if request is not None:
             self._wait_for(request)
+        elif self.order:  # the message is another's
+            inbox.arrived(handle)
         elif not handle:  # received
             self._done = self._looked_at = True
         else:

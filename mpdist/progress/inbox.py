@@ -54,6 +54,7 @@ class Inbox:
         arguments = transport.any_source, transport.any_tag, transport.status
         self.probed_for: Iterator[Any] = map(transport.improbe, *map(repeat, arguments))
         self.untaken: object = None
+        self._head = bytearray()
         self._in_pieces: dict[tuple[int, int], Incoming] = {}
         self._probed: set[Incoming] = set()
         self._all_came_of: set[int] = set()
@@ -208,8 +209,7 @@ class Inbox:
             raise
 
     def _open_pieces(self, incoming: Incoming) -> None:
-        head = bytearray(8)
-        incoming.handle.Recv([head, 8, self.channel.byte])
+        head = self._head_of(incoming.handle, 8)
         incoming.handle = None
         incoming.nbytes = wire.unpack_size(head)
         incoming.code -= wire.ARRAY_IN_PIECES
@@ -236,9 +236,15 @@ class Inbox:
         if self._in_pieces.get(key) is incoming:
             del self._in_pieces[key]
 
+    def _head_of(self, handle: Any, nbytes: int) -> bytearray:
+        """Receive what stands for a message; if that was interrupted after it, what has come."""
+        if handle:
+            self._head = bytearray(nbytes)
+            handle.Recv([self._head, nbytes, self.channel.byte])
+        return self._head
+
     def _open_shown(self, handle: Any, src: int, tag: int, nbytes: int, code: int) -> None:
-        head = bytearray(nbytes)
-        handle.Recv([head, nbytes, self.channel.byte])
+        head = self._head_of(handle, nbytes)
         showing = self.channel.showing
         assert showing is not None, "nobody shows what this rank has not found it can take"
         place = wire.Place.unpack(head)

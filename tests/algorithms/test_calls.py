@@ -12,11 +12,11 @@ from mpdist.errors import CollectiveMismatch, SizeMismatch
 WHERE = "'world' (rank 0 of 2)"
 
 
-@given(st.sampled_from(OPERATIONS), st.integers(0, 2**42), st.integers(0, 2**40), st.booleans())
+@given(st.sampled_from(OPERATIONS), st.integers(0, 2**41 - 1), st.integers(0, 2**40), st.booleans(), st.booleans())
 def test_equal_calls_go_together_whatever_their_size_and_a_word_holds_them(
-    op: str, nbytes: int, number: int, is_one_round: bool
+    op: str, nbytes: int, number: int, is_one_round: bool, is_request: bool
 ) -> None:
-    word = call_word(op, nbytes, number, is_one_round)
+    word = call_word(op, nbytes, number, is_one_round, is_request)
     assert 0 <= word < 2**63
     assert misfit(WHERE, {0: word, 1: word}, word) is None
 
@@ -53,3 +53,11 @@ def test_ranks_of_which_one_has_more_rounds_are_not_in_step() -> None:
     assert begin_alike(calls)
     why = misfit(WHERE, {0: call_word("gather", 9, 5, True), 1: calls[1]}, calls[1])
     assert isinstance(why, CollectiveMismatch)
+
+
+def test_as_many_bytes_of_another_op_or_type_are_told_from_each_other_where_one_is_a_request() -> None:
+    calls = {rank: call_word("all_reduce", 8, 5, True, is_request=rank == 0) for rank in range(2)}
+    why = misfit(WHERE, calls, calls[0])
+    assert isinstance(why, CollectiveMismatch)
+    assert "the ranks' ops or element types differ" in str(why)
+    assert are_in_step(calls.values())

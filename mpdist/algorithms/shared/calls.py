@@ -1,15 +1,20 @@
 """Calls: what each member tells of its collective in one word, and why the calls of several do not go together.
 
 A word holds the bytes that must be the same on all, the operation, its first
-round, and whether that is its only one, which members can end together whatever
-they have called. A word that was told before has another round.
+round, whether that is its only one, which members can end together whatever they
+have called, and whether it is done as a request: the same sizes of other ops or
+element types may not be. A word that was told before has another round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from mpdist.errors import CollectiveMismatch, MpdistError, SizeMismatch
+
+if TYPE_CHECKING:
+    from mpdist.memory import Element
 
 # Two members reduce 16-bit numbers in another way, see `either`.
 OF_HALVES = "all_reduce of 16-bit numbers"
@@ -18,17 +23,24 @@ OPERATIONS = (
     OF_HALVES,
 )
 
+
+def all_reduce_of(element: Element) -> str:
+    """Its operation."""
+    return OF_HALVES if element.is_half else "all_reduce"
+
+
 _ROUND_BITS, _OPERATION_BITS = 16, 4
 ROUND_MASK = (1 << _ROUND_BITS) - 1
 _OPERATION_MASK = (1 << _OPERATION_BITS) - 1
 _IS_ONE_ROUND = 1 << _ROUND_BITS + _OPERATION_BITS
-_NBYTES_AT = _ROUND_BITS + _OPERATION_BITS + 1
+_IS_REQUEST = _IS_ONE_ROUND << 1
+_NBYTES_AT = _ROUND_BITS + _OPERATION_BITS + 2
 
 
-def call_word(op: str, nbytes: int, number: int, is_one_round: bool) -> int:
+def call_word(op: str, nbytes: int, number: int, is_one_round: bool, is_request: bool = False) -> int:
     """A call as a word; `number`: of its first round."""
     word = nbytes << _NBYTES_AT | OPERATIONS.index(op) << _ROUND_BITS | number & ROUND_MASK
-    return word | _IS_ONE_ROUND if is_one_round else word
+    return word | _IS_ONE_ROUND * is_one_round | _IS_REQUEST * is_request
 
 
 def are_in_step(calls: Collection[int]) -> bool:
@@ -54,6 +66,10 @@ def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | Non
     if begin_alike(calls.values()) and len(set(ops.values())) > 1:
         text = f"collectives on {where} differ between ranks ({listed(ops)}); all must call the same ones in one order"
         return CollectiveMismatch(text, ops)
+    if begin_alike(calls.values()) and len({_nbytes(call) for call in calls.values()}) == 1:
+        return CollectiveMismatch(
+            f"{_operation(mine)} on {where}: the ranks' ops or element types differ; give all the same", ops
+        )
     sizes = {
         rank: "another operation, or fewer" if (call ^ mine) & ROUND_MASK else str(_nbytes(call))
         for rank, call in calls.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from mpdist.algorithms.shared.calls import OF_HALVES
+from mpdist.algorithms.shared.calls import all_reduce_of
 from mpdist.algorithms.shared.moving import Folding, copy
 from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, folder_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
@@ -259,7 +259,7 @@ def reduce(
         out: as large as x, or x itself; None on members that do not receive.
         terms: how many inputs the result stands for, for avg.
     """
-    op_name = "reduce" if len(receivers) == 1 else OF_HALVES if x.element.is_half else "all_reduce"
+    op_name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
     meeting = Meeting(team, op_name, x.nbytes, x, out)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpdist.algorithms.shared.calls import OF_HALVES
+from mpdist.algorithms.shared.calls import all_reduce_of
 from mpdist.algorithms.shared.direct import Kept, Meeting
 from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, folder_of, words_of
@@ -55,7 +55,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     """Reduce x over both members into out of both."""
     own = x.array()
     to = own if out is x else out.array()
-    meeting = Meeting(team, OF_HALVES if x.element.is_half else "all_reduce", x.nbytes, x, out)
+    meeting = Meeting(team, all_reduce_of(x.element), x.nbytes, x, out)
 
     def folder() -> Folder:
         return folder_of(team, op, x.element, terms)

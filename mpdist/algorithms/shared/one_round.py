@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from mpdist.algorithms.shared.calls import ROUND_MASK, call_word
+from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, REDUCED, STAGED, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
@@ -36,7 +36,7 @@ class Plan:
     request: type[OneRound]
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        self.call = call_word("all_reduce", nbytes, 0, True)
+        self.call = call_word(all_reduce_of(how.element), nbytes, 0, is_one_round=True, is_request=True)
         self.count = nbytes // how.element.itemsize
         self.nbytes = nbytes
         self.element = how.element
@@ -72,7 +72,13 @@ class OneRound:
                     return
             if team.fence is not None:
                 team.fence()
-            self._stage(team)
+            try:
+                self._stage(team)
+            except BaseException:  # of a signal's handler
+                if team.mine[STAGED] < number:  # nobody knows of it, so it may be posted again
+                    under_way.pop()
+                    team.rounds = number - 1
+                raise
 
     def Test(self) -> bool:
         """A signal's handler may raise anywhere in it; then it is called again."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpdist.algorithms.shared.calls import all_reduce_of
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.pair import Pair, reducing
@@ -83,7 +84,7 @@ class Reducing:
         self.rounds = max(1, -(-x.count // self.width))
         self.x_place = team.place_of(x)
         self.out_place = PRIVATE if out is None else team.place_of(out)
-        self.name = "reduce" if len(receivers) == 1 else "all_reduce"
+        self.name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
         self.slots = team.slots(x.element)
         self.is_all_private = False
         self._inputs: list[Memory | None] = []

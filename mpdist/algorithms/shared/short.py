@@ -37,6 +37,7 @@ class ShortPlan(Plan):
         pace: by which way private memory goes; None: through slots, and so does mapped memory but where the last one
             of both was mapped.
         mine: the slice that this member reduces where nothing goes through slots.
+        is_first: whether this is the first member.
     """
 
     __slots__ = ("is_first", "mine", "pace")

@@ -33,7 +33,7 @@ class SlicedPlan(Plan):
     """Of those of one op, element type and size.
 
     Attributes:
-        slices: of each member; mine: of this one.
+        slices: of each member; mine: of this one, whose number is `rank`.
         results: [round % 2][member], the arrays in which they are shown.
     """
 

@@ -28,11 +28,10 @@ class SmallPlan(Plan):
         sources: [round % 2][member], the arrays in their slots; own: this member's.
     """
 
-    __slots__ = ("_folder", "_pair", "is_spread", "own", "sources")
+    __slots__ = ("_pair", "is_spread", "own", "sources")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
-        self._folder = how.folder
         self._pair = how.folder.pair if team.size == 2 else None
         self.is_spread = nbytes >= SPREAD_BYTES
         self.sources = [[slot[: self.count] for slot in side] for side in self.slots.inputs]
@@ -46,7 +45,7 @@ class SmallPlan(Plan):
         if self._pair is not None:
             QUIET.call(self._pair, sources[0], sources[1], out=out)
         else:
-            self._folder.fold(sources, (out,))
+            self.folder.fold(sources, (out,))
 
 
 class SmallAllReduce(OneRound):
@@ -77,7 +76,7 @@ class SmallAllReduce(OneRound):
         number, call, call_at = self._number, self._call, CALL_AT + self._side
         if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
             return False
-        for line in team.others:  # as `have_come` and `agree`, without their calls
+        for line in team.others:  # as `have_come`, without its call
             if line[STAGED] < number:
                 if line[GIVEN_UP]:
                     team.check_there(line, STAGED, number)

@@ -119,7 +119,11 @@ class Reached:
 
 
 class _Free:
-    """A team's next collective may begin; as a request."""
+    """A team's next collective may begin; as a request.
+
+    Requests of one round leave `last_but_one` alone: where one is over, all have begun it, and so are done with those
+    before it.
+    """
 
     __slots__ = ("_team",)
 
@@ -154,7 +158,7 @@ class Team:
         fence: what keeps the order of memory accesses; None where the processor does.
         under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
-        were_mapped: whether the arrays of the last short all_reduce without a pace were mapped by both.
+        were_mapped: whether the arrays of the last sliced all_reduce, or short one without a pace, were mapped by all.
         paces: of each operation, by which way a pair's private memory goes.
         spread: where this member's rounds begin.
         shown: rounds that its members have shown within collectives so far.
