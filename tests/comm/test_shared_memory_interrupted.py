@@ -15,7 +15,7 @@ from progress.interruptions import Interrupted, Interruptions, raising
 from mpdist import Communicator
 from mpdist.algorithms.shared.pace import Pace
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(120)]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(240)]
 
 FILES = ("one_round", "small", "short", "sliced", "slots", "spread", "pace", "team", "moving")
 

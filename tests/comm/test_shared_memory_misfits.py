@@ -88,6 +88,22 @@ async def test_ranks_whose_types_take_different_ways_hear_of_it(comm: Communicat
             assert (await made.all_reduce(np.ones(COUNT)) == made.size).all()
 
 
+@pytest.mark.parametrize("count", [1000, 100_000])
+async def test_ranks_whose_ops_take_different_ways_hear_of_it(comm: Communicator, count: int) -> None:
+    """As many bytes: premul_sum is a program, which reads what a request does not tell, and would write there."""
+    skip_without_reach(comm)
+    async with forced(comm, SHARED) as made:
+        kept = [np.full(count, 7.0, np.float32) for _ in range(4)]
+        for x in kept:
+            await made.broadcast(x, 0)
+        for number in range(4):
+            op = "sum" if made.rank == number % made.size else mpdist.premul_sum(3.0)
+            with pytest.raises(mpdist.CollectiveMismatch, match="ops or element types differ"):
+                await made.all_reduce(np.ones(count, np.float32), op)
+            assert (await made.all_reduce(np.ones(count, np.float32)) == made.size).all()
+        assert all((x == 7).all() for x in kept)
+
+
 @pytest.mark.parametrize("before", [3, 4])
 async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communicator, before: int) -> None:
     """It takes the algorithm for small arrays, which has one round like that for large ones."""
