@@ -19,13 +19,18 @@ pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(240)]
 
 FILES = ("one_round", "small", "short", "sliced", "slots", "spread", "pace", "team", "moving")
 
-# Of float32: small, short without and with a choice of the way, and sliced.
-COUNTS = (500, 16_000, 30_000, 50_000)
+# Elements of float32, and the way where there is a choice: small, short without and with it, and sliced.
+CASES = (
+    pytest.param(500, True, marks=pytest.mark.ranks(2)),
+    pytest.param(16_000, True, marks=pytest.mark.ranks(2)),
+    pytest.param(30_000, False, marks=pytest.mark.ranks(2)),
+    pytest.param(30_000, True, marks=pytest.mark.ranks(2)),
+    pytest.param(50_000, True, marks=pytest.mark.ranks(3)),
+)
 
 
-@pytest.mark.parametrize("through_slots", [False, True])
 @pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("count", "through_slots"), CASES)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_nothing_is_reduced_twice(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, op: str, count: int, resident: str, through_slots: bool
