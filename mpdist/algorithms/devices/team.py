@@ -86,7 +86,7 @@ class Team:
 
     def tell_device(self, number: int, op: str, nbytes: int, *facts: int) -> None:
         """It comes with memory of its device; what is told first must be the same on all, see `misfit`."""
-        self.calls.tell_device(number, [call_word(op, nbytes, number, True), *facts])
+        self.calls.tell_device(number, [call_word(op, nbytes, number, is_one_round=True), *facts])
         self.ring()
 
     def misfit(self, told: Sequence[Sequence[int]]) -> MpdistError | None:

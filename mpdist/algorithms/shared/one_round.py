@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word
-from mpdist.algorithms.shared.team import CONSUMED, FAILED, REDUCED, STAGED, Team
+from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, REDUCED, STAGED, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
 
@@ -85,7 +85,17 @@ class OneRound:
         raise NotImplementedError
 
     def _stage(self, team: Team) -> None:
-        """Show this member's part, its call, and that both are there."""
+        """Show this member's part and its call, and then tell that they are there."""
+        self._show(team)
+        team.first = self._number
+        mine = team.mine
+        mine[CALL_AT + self._side] = self._call
+        if team.fence is not None:
+            team.fence()
+        mine[STAGED] = self._number
+
+    def _show(self, team: Team) -> None:
+        """Copy this member's array to where the others look for it, or put down where it is."""
         raise NotImplementedError
 
     def _has_begun(self, team: Team) -> bool:

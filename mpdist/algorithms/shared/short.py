@@ -60,7 +60,7 @@ class ShortAllReduce(TwoWays):
     """An iterator over the calls of NumPy that are not to be made twice, which has left what is to be made."""
     _start = 0.0
 
-    def _stage(self, team: Team) -> None:
+    def _show(self, team: Team) -> None:
         plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace
         x, out = self._held
         at = FACTS_AT + side * FACTS
@@ -84,11 +84,6 @@ class ShortAllReduce(TwoWays):
                     self._is_through = True
                     plan.slots.show(side, plan.nbytes, (0, self._x))
             self._shown = perf_counter() - start
-        team.first = self._number
-        mine[CALL_AT + side] = self._call
-        if team.fence is not None:
-            team.fence()
-        mine[STAGED] = self._number
 
     def Test(self) -> bool:
         team = self._team

@@ -83,7 +83,7 @@ class SlicedAllReduce(TwoWays):
     _is_folded = False
     _held: tuple[Buffer, Buffer]
 
-    def _stage(self, team: Team) -> None:
+    def _show(self, team: Team) -> None:
         plan, side, mine = self._plan, self._side, team.mine
         x, out = self._held
         offset = team.shared.offset_of(x)
@@ -95,11 +95,6 @@ class SlicedAllReduce(TwoWays):
             at = FACTS_AT + side * FACTS
             mine[at + X_AT] = place = team.place_of(x)
             mine[at + OUT_AT] = place if out is x else team.place_of(out)
-        team.first = self._number
-        mine[CALL_AT + side] = self._call
-        if team.fence is not None:
-            team.fence()
-        mine[STAGED] = self._number
 
     def Test(self) -> bool:
         team = self._team

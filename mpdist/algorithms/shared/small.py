@@ -53,17 +53,12 @@ class SmallAllReduce(OneRound):
 
     _plan: SmallPlan
 
-    def _stage(self, team: Team) -> None:
-        plan, side, mine = self._plan, self._side, team.mine
+    def _show(self, team: Team) -> None:
+        plan, side = self._plan, self._side
         if plan.is_spread:
             plan.slots.show(side, self._x.nbytes, (0, self._x))
         else:
             plan.own[side][...] = self._x
-        team.first = self._number
-        mine[CALL_AT + side] = self._call
-        if team.fence is not None:
-            team.fence()
-        mine[STAGED] = self._number
 
     def Test(self) -> bool:
         team = self._team
