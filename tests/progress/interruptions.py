@@ -49,6 +49,7 @@ class Interruptions:
         path = Path(frame.f_code.co_filename)
         if path.parent.name != self._folder or "mpdist" not in path.parts or path.stem not in self._files:
             return None
+        frame.f_trace = self._goes_on  # from Python 3.12 on f_trace_opcodes has an effect only where there is one
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         self._reached()
