@@ -174,7 +174,7 @@ class Channel:
                     self._running = work
                 work._start()
         self._hand_out()  # a close that is over at once has ended others
-        self.engine.ensure_ticking()
+        self.engine.ticking.ensure()
         return work
 
     def post_direct(
@@ -195,7 +195,8 @@ class Channel:
         if self._running is not None or self._queue or self.check is not None or self.broken:
             return self._post_indirect(op, words, result, call, arguments, is_native)
         engine = self.engine
-        task = known_tasks.get(engine._loop) if engine._loop_thread == get_ident() else None
+        ticking = engine.ticking
+        task = known_tasks.get(ticking.loop) if ticking.thread == get_ident() else None
         if task is None:
             loop = running_loop()
             task = None if loop is None else current_task(loop)
@@ -222,8 +223,8 @@ class Channel:
                 engine.doorbell.ring(peer)
         if engine.doorbell.has_rung:
             engine.doorbell.give_way()
-        if not engine._ticking:
-            engine.ensure_ticking()
+        if not ticking.is_on:
+            ticking.ensure()
         return work
 
     def _post_indirect(
@@ -244,7 +245,7 @@ class Channel:
         work._place = user_place()
         with self.engine.lock:
             work._start()
-        self.engine.ensure_ticking()
+        self.engine.ticking.ensure()
         return work
 
     def ended(self, work: Collective[Any]) -> None:

@@ -9,18 +9,16 @@ dropped while pending corrupts memory) and looks at them in one of four ways:
     asleep   a timer looks now and then; a peer that sends rings the doorbell
     wait()   a thread without a loop drives; so does the progress thread
 
-Whoever drives holds `lock`; callbacks of finished Works run after its release.
+The middle two are the event loop's, see `ticking`. Whoever drives holds `lock`;
+callbacks of finished Works run after its release.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import os
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,7 @@ from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
+from mpdist.progress.ticking import AT_ONCE, Ticking
 from mpdist.transport.cuda_aware import Awareness
 
 if TYPE_CHECKING:
@@ -49,9 +48,6 @@ REMEMBERED = 64
 # A drive looks at no more than this many pending requests, in rotation: 10 000 pending sends must not hold a turn.
 WINDOW = 32
 
-# Both MPIs may notice a message only at the second look after a sleep.
-RUNG_LOOKS = 4
-
 # How long an algorithm works before others get their turn. One piece of copying or adding more may follow, of up to
 # 0.3 ms where memory is slow: the whole is to hold an event loop for less than 1 ms. Longer where a thread waits and
 # there is no loop: each turn that is given away costs 20 to 50 us.
@@ -66,9 +62,6 @@ LOOK_SECONDS = 20e-6
 
 # Where processors are scarce, a yield may last as long as the others' slices: an await ends its looks after this time.
 YIELDING_SECONDS = 0.002
-
-# The context of a callback that only wakes a task: it needs none, and a turn of the loop would be lost.
-AT_ONCE = contextvars.Context()
 
 
 class Engine:
@@ -99,6 +92,7 @@ class Engine:
         on_channel: called with the channel of each new communicator; the debug mode.
         on_limit: told of a Work with a limit of its own, or of changed timeouts.
         moves: drives that moved anything, for whoever watches.
+        ticking: how an event loop drives.
         has_advanced: a Work has gone on without coming to its end.
         shared: memory that the ranks of this node share; None where they can't.
         is_sharing: whether the ranks of each node do.
@@ -149,14 +143,7 @@ class Engine:
         self.on_channel: Callable[[Channel], None] | None = None
         self.on_limit: Callable[[Work[Any] | None], None] | None = None
         self.moves = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread = 0
-        self._listener: weakref.ref[Callable[[], None]] | None = None
-        self._ticking = False
-        self._next: asyncio.Handle | None = None
-        self._asleep = False
-        self._has_yielded = False  # in an await since the last tick
-        self._last_move = 0.0
+        self.ticking = Ticking(self)
         self._looked = 0.0
         self._is_looking = False
         self._thread: ProgressThread | None = None
@@ -224,7 +211,7 @@ class Engine:
         """Drive for one awaiting task, a bounded number of times; True when its Work is done."""
         with self.lock:
             if self.backoff.yields:
-                self._has_yielded = True
+                self.ticking.has_yielded = True
                 self._poll_and_yield(work)
             else:
                 poll = work._poll
@@ -252,7 +239,7 @@ class Engine:
 
     def flush(self) -> None:
         """Hand the callbacks of finished Works to their loop, or run those that have none."""
-        thread = threading.get_ident()
+        ticking, thread = self.ticking, threading.get_ident()
         while self.finished:
             with self.lock:  # several threads may be here: each takes callbacks that no other has
                 try:
@@ -262,11 +249,11 @@ class Engine:
                 callbacks, work._callbacks = iter(work._callbacks or ()), None
             try:
                 for fn, context, loop in callbacks:
-                    if loop is None or (context is AT_ONCE and loop is self._loop and thread == self._loop_thread):
+                    if loop is None or (context is AT_ONCE and loop is ticking.loop and thread == ticking.thread):
                         call_back(fn, work)
                     elif loop.is_closed():
                         continue
-                    elif loop is self._loop and thread == self._loop_thread:
+                    elif loop is ticking.loop and thread == ticking.thread:
                         loop.call_soon(fn, work, context=context)
                     else:
                         loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
@@ -286,143 +273,6 @@ class Engine:
         for channel in list(self.channels):
             yield from channel.pending()
 
-    # ------------------------------------------------------------------ waiting in an event loop
-
-    def park(self, work: Work[Any]) -> Generator[Any, None, None]:
-        """Suspend the awaiting task until its Work is done."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._adopt(loop)
-        waiter = loop.create_future()
-
-        def wake(_: Work[Any]) -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        work.add_done_callback(wake, context=AT_ONCE)
-        try:
-            yield from waiter
-        finally:
-            if not work._done:
-                work.remove_done_callback(wake)
-
-    def ensure_ticking(self) -> None:
-        """See to it that the loop, if one runs, drives what is pending; one that has ended is replaced."""
-        loop = asyncio._get_running_loop()
-        if self._ticking and (loop is None or loop is self._loop):
-            return
-        if loop is None or self._has_other_loop(loop):
-            self._nudge()
-            return
-        if loop is not self._loop:
-            self._adopt(loop)
-        self._ticking = True
-        self._last_move = monotonic()
-        self._next = loop.call_soon(self._tick)
-
-    def _nudge(self) -> None:
-        """Posted outside the loop's thread: whoever may be asleep is to look."""
-        loop = self._loop
-        if loop is not None and loop.is_running() and threading.get_ident() != self._loop_thread:
-            loop.call_soon_threadsafe(self.ensure_ticking)
-        if self._thread is not None:
-            self._thread.nudge()
-
-    def _has_other_loop(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether another loop than this one drives, and still runs."""
-        old = self._loop
-        return old is not None and old is not loop and not old.is_closed() and old.is_running()
-
-    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let this loop drive, in the place of one that has ended."""
-        if self._has_other_loop(loop):
-            raise UsageError(
-                f"operations are awaited in two running event loops, {self._loop!r} and {loop!r}; "
-                "await in one of them, and use work.wait() in other threads"
-            )
-        self.detach_loop()
-        self._loop = loop
-        self._loop_thread = threading.get_ident()
-        if self.doorbell.fileno() >= 0:
-            rung = self._rung  # an object of its own: the loop alone holds it, and drops it when it is closed
-            loop.add_reader(self.doorbell.fileno(), rung)
-            self._listener = weakref.ref(rung, self._dropped)
-
-    def _dropped(self, _: object) -> None:
-        """The loop holds no reader of ours any more: if it was closed, the next post is to find that none drives."""
-        if self._loop is not None and self._loop.is_closed():
-            self.detach_loop()
-
-    def _tick(self) -> None:
-        """One turn of the loop: drive, then come again soon or sleep."""
-        loop = self._loop
-        assert loop is not None
-        self._next = None
-        try:
-            if self._asleep:
-                self._wake_up()
-            self.credit = TURN_CREDIT
-            now = monotonic()
-            if self.drive():
-                self._last_move = now
-            if self.is_idle():
-                self._ticking = False
-                return
-            delay = self.backoff.delay(now - self._last_move, bool(self.active))
-            if delay == 0.0:
-                if not self._has_yielded:
-                    os.sched_yield()
-                self._has_yielded = False
-                self._next = loop.call_soon(self._tick)
-                return
-            self._sleep(loop, delay)
-        finally:
-            if self._next is None and self._ticking:  # a signal's handler has raised
-                self._next = loop.call_soon(self._tick)
-
-    def _sleep(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
-        self._asleep = True
-        self.doorbell.sleep()
-        if self.drive():  # what came before peers could see that we sleep
-            self._last_move = monotonic()
-            self._wake_up()
-            self._next = loop.call_soon(self._tick)
-            return
-        self._next = loop.call_later(delay, self._tick)
-
-    def _rung(self) -> None:
-        """A peer has rung. The ring itself is forgotten a turn later: the task that it is for comes first."""
-        if not self._asleep:
-            self.doorbell.quiet()
-            return
-        self._wake_up()
-        for _ in range(RUNG_LOOKS):
-            if self.drive():
-                break
-        self._last_move = monotonic()
-        if self._next is not None:
-            self._next.cancel()
-        self._tick()
-
-    def _wake_up(self) -> None:
-        self._asleep = False
-        self.doorbell.wake()
-
-    def detach_loop(self) -> None:
-        """Forget the loop: it is about to end, or has ended."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        if self._asleep:
-            self._wake_up()
-        self._asleep = self._ticking = False
-        self._forget_loop()
-
-    def _forget_loop(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None and not loop.is_closed() and self.doorbell.fileno() >= 0:
-            loop.remove_reader(self.doorbell.fileno())
-
     # ------------------------------------------------------------------ waiting without a loop
 
     def wait(self, work: Work[Any], timeout: float | None = None) -> bool:
@@ -432,7 +282,7 @@ class Engine:
                 f"wait() for {work.describe()} was called by an op, or while an object was pickled, in the midst of "
                 "another operation: it may only compute there; wait before or after it"
             )
-        if self._loop is not None:
+        if self.ticking.loop is not None:
             return self.drive_while(lambda: not work._done, timeout, work)
         self.turn_seconds = WAITED_FOR_SECONDS
         try:
@@ -503,6 +353,11 @@ class Engine:
         if self._thread is None:
             self._thread = ProgressThread(self)
             self._thread.start()
+
+    def nudge_thread(self) -> None:
+        """Something was posted: the progress thread, if there is one, may sleep."""
+        if self._thread is not None:
+            self._thread.nudge()
 
     def stop_thread(self) -> None:
         """End the progress thread."""

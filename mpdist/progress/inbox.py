@@ -73,8 +73,8 @@ class Inbox:
                 else:
                     box.post(receive)
                     self._listen()
-            if not engine._ticking:
-                engine.ensure_ticking()
+            if not engine.ticking.is_on:
+                engine.ticking.ensure()
         except BaseException:  # of a signal's handler: nobody will ever wait for it
             receive._abandon()
             raise
@@ -104,8 +104,8 @@ class Inbox:
                 box.receives = work.order = 1
                 if not self.is_listening:
                     self._listen()
-            if not engine._ticking:
-                engine.ensure_ticking()
+            if not engine.ticking.is_on:
+                engine.ticking.ensure()
         except BaseException:  # of a signal's handler: nobody will ever wait for it
             work._abandon()
             raise
@@ -275,7 +275,7 @@ class Inbox:
                 self._probed.discard(incoming)
             elif incoming.probed is not None:
                 incoming.probed._restored(incoming)
-        self.engine.ensure_ticking()
+        self.engine.ticking.ensure()
         return receive
 
     def listeners(self) -> list[Receive]:

@@ -92,8 +92,8 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
     work._error = work._callbacks = None
     with engine.lock:  # another thread's driver may be looking at the end of the table
         engine.active.append(work)
-    if not engine._ticking:
-        engine.ensure_ticking()
+    if not engine.ticking.is_on:
+        engine.ticking.ensure()
     return work
 
 

@@ -50,7 +50,7 @@ class StagedReceive(Wrapped[Message]):
     def _begin_copy(self, message: Message) -> None:
         self._copied = self._copy_in(message.nbytes)
         self._channel.engine.active.append(self)
-        self._channel.engine.ensure_ticking()
+        self._channel.engine.ticking.ensure()
 
     def _poll(self) -> bool:
         copied = self._copied

@@ -83,7 +83,7 @@ class Work(Generic[T]):
                     yield
                     engine.credit = TURN_CREDIT
                 if not engine.drive_inline(self):
-                    yield from engine.park(self)
+                    yield from engine.ticking.park(self)
             except UsageError:  # a second running loop: whoever awaits it in the first one goes on
                 if not self._callbacks:
                     self._abandon()
@@ -152,7 +152,7 @@ class Work(Generic[T]):
         """Whether it is complete, failed or cancelled; looks once, so that whoever asks again and again gets there."""
         if not self._done:
             engine = self._channel.engine
-            engine.ensure_ticking()  # be it in a later loop than the one that drove
+            engine.ticking.ensure()  # be it in a later loop than the one that drove
             engine.look()
         return self._done
 
@@ -194,7 +194,7 @@ class Work(Generic[T]):
         if self._done:
             engine.flush()
         else:
-            engine.ensure_ticking()
+            engine.ticking.ensure()
 
     def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
         """Forget a callback; returns how many were removed."""

@@ -15,11 +15,13 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NoReturn
 
 from mpdist.errors import UsageError
 from mpdist.progress.engine import Engine
+from mpdist.progress.ticking import Ticking
+from mpdist.progress.work import Work
 from mpdist.runtime.failure import exit_code
 from mpdist.runtime.last_words import flush_streams
 from mpdist.transport.facts import launched_as
@@ -41,12 +43,21 @@ class ForkedEngine(Engine):
     def _refuse(self, *_: object, **__: object) -> Any:
         raise UsageError(self.refusal)
 
-    drive = drive_inline = drive_while = wait = park = _refuse
-
-    def ensure_ticking(self) -> None:
-        """Nothing is driven."""
+    drive = drive_inline = drive_while = wait = _refuse
 
     def look(self) -> None:
+        """Nothing is driven."""
+
+
+class ForkedTicking(Ticking):
+    """No loop drives there."""
+
+    def park(self, work: Work[Any]) -> Generator[Any, None, None]:
+        """Raise what every operation there raises."""
+        self._engine.drive()
+        yield
+
+    def ensure(self) -> None:
         """Nothing is driven."""
 
     def _tick(self) -> None:
@@ -56,6 +67,7 @@ class ForkedEngine(Engine):
 def disarm_engine(engine: Engine, refusal: str) -> None:
     """Let every operation of this copy of the Engine raise an error with this text."""
     engine.__class__ = ForkedEngine
+    engine.ticking.__class__ = ForkedTicking
     engine.shared = None  # `comm.empty` would hand out the parent's memory
     engine.refusal = refusal  # type: ignore[attr-defined]  # of the new class
     for channel in list(engine.channels):

@@ -120,9 +120,9 @@ class Job:
                 if self.is_guarded:
                     self.hooks.watch(runner.get_loop())
                 result = runner.run(main)
-                self.engine.detach_loop()
+                self.engine.ticking.detach()
         finally:
-            self.engine.detach_loop()
+            self.engine.ticking.detach()
         finish.drain(self.engine, None if self.is_guarded else finish.ALONE_SECONDS)
         return result
 
@@ -162,7 +162,7 @@ class Job:
         self.disarm()
         self.control.stop()
         self.engine.stop_thread()
-        self.engine.detach_loop()
+        self.engine.ticking.detach()
         finish.close_all(self.engine, "mpdist was finalized")
         current.set_engine(None)
         self.is_closed = True

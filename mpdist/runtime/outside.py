@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any
 
 from mpdist.progress.engine import Engine
+from mpdist.progress.ticking import Ticking
 
 # asyncio's own timers wake tasks that are seen to sleep, or to have a limit; the Engine's only looks.
-_TICK = Engine._tick.__qualname__
+_TICK = Ticking._tick.__qualname__
 
 
 def has_timers(loop: asyncio.AbstractEventLoop) -> bool:

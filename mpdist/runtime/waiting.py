@@ -23,6 +23,7 @@ from mpdist.progress.engine import Engine
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.receive import Receive
 from mpdist.progress.sendrecv import SendReceive
+from mpdist.progress.ticking import Ticking
 from mpdist.progress.work import Work
 from mpdist.runtime import finish
 from mpdist.runtime.outside import has_events, has_threads, has_timers
@@ -30,7 +31,7 @@ from mpdist.runtime.watch import snapshot
 
 _WAIT = Engine.drive_while.__code__
 _DRAINING = (finish.drain.__code__, finish.agree.__code__)
-_PARK = f"{Engine.park.__qualname__}.<locals>.wake"
+_PARK = f"{Ticking.park.__qualname__}.<locals>.wake"
 _FORGET = f"{Work.forget.__qualname__}.<locals>.<lambda>"
 
 # The Python frame from which torch's C++ runs a backward, at whose end DDP waits.
@@ -72,7 +73,7 @@ class Waits:
 def place(engine: Engine) -> str:
     """`train.py:36 in load_batch: time.sleep(60)`: where the main thread, or the main task, is."""
     frames = sys._current_frames()
-    loop, current = _running_loop(engine), frames.get(engine._loop_thread)
+    loop, current = _running_loop(engine), frames.get(engine.ticking.thread)
     if loop is None:  # of this Engine's; before its first operation it knows none
         current = frames.get(_main_thread())
         loop = _loop_of(current)
@@ -115,7 +116,7 @@ def awaited(engine: Engine) -> list[Work[Any]]:
     if loop is None or asyncio.current_task(loop) is not None:
         return []
     tasks = _Tasks(engine, loop)
-    main_task = _main_task(frames.get(engine._loop_thread))
+    main_task = _main_task(frames.get(engine.ticking.thread))
     return [tasks.works[main_task]] if main_task in tasks.works else list(tasks.works.values())
 
 
@@ -135,13 +136,13 @@ def waits(engine: Engine) -> Waits:
     if loop is None or asyncio.current_task(loop) is not None:
         return found
     tasks = _Tasks(engine, loop)
-    main_task = _main_task(frames.get(engine._loop_thread))
+    main_task = _main_task(frames.get(engine.ticking.thread))
     if not tasks.listened or (main_task is not None and tasks.has_deadline(main_task)) or has_timers(loop):
         return found
     for task, work in tasks.works.items():
         if not tasks.has_deadline(task) and (isinstance(work, Collective) or (task is main_task and _is_owed(work))):
             found.surely.append(Waiter(work, _line(task)))
-    if not tasks.may_be_set_going(has_threads(engine._loop_thread)):
+    if not tasks.may_be_set_going(has_threads(engine.ticking.thread)):
         found.together = tasks.waiters(main_task)
     elif main_task in tasks.works and not _may_come_from_here(tasks.works[main_task]):
         found.perhaps = [Waiter(tasks.works[main_task], _line(main_task))]
@@ -177,7 +178,7 @@ def _main_thread() -> int:
 
 
 def _running_loop(engine: Engine) -> asyncio.AbstractEventLoop | None:
-    loop = engine._loop
+    loop = engine.ticking.loop
     return loop if loop is not None and loop.is_running() else None
 
 
@@ -303,7 +304,7 @@ def _future_of(task: asyncio.Task[Any]) -> object:
 
 
 def _parked(works: Iterable[Work[Any]]) -> tuple[dict[object, Work[Any]], list[Work[Any]]]:
-    """The futures that tasks wait on in Engine.park -> the operation that ends the wait; all that call anybody back."""
+    """The futures that tasks wait on in Ticking.park -> the operation that ends the wait; all that call anybody back."""
     found: dict[object, Work[Any]] = {}
     listened: dict[Work[Any], None] = {}
     queue = list(works)

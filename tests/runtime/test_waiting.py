@@ -31,7 +31,7 @@ async def seen_in(comm: Comm, waiting: Awaitable[object]) -> Waits:
     found = []
 
     def look() -> None:
-        while task._fut_waiter is None or not engine._asleep:  # it may still sleep since an earlier test
+        while task._fut_waiter is None or not engine.ticking.is_asleep:  # it may still sleep since an earlier test
             time.sleep(0.001)  # in another thread: nothing tells it
         found.append(waits(engine))
         loop.call_soon_threadsafe(task.cancel)

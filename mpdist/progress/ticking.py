@@ -1,0 +1,192 @@
+"""Ticking: how an event loop drives the Engine.
+
+While anything moves, one callback comes every turn. When nothing has moved for a
+while a timer takes its place, and a peer that sends rings the doorbell, to which
+the loop listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from mpdist.errors import UsageError
+from mpdist.progress.backoff import TURN_CREDIT
+
+if TYPE_CHECKING:
+    from mpdist.progress.engine import Engine
+    from mpdist.progress.work import Work
+
+# Both MPIs may notice a message only at the second look after a sleep.
+RUNG_LOOKS = 4
+
+# The context of a callback that only wakes a task: it needs none, and a turn of the loop would be lost.
+AT_ONCE = contextvars.Context()
+
+
+class Ticking:
+    """The loop in which operations are awaited, and when it looks at them next.
+
+    Attributes:
+        loop: None before the first operation in one, and when it has ended.
+        thread: which runs the loop.
+        is_on: it comes again by itself, at once or by a timer.
+        is_asleep: by a timer, and peers are to ring.
+        has_yielded: an await has given way to other processes since the last turn.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread = 0
+        self.is_on = False
+        self.is_asleep = False
+        self.has_yielded = False
+        self._engine = engine
+        self._listener: weakref.ref[Callable[[], None]] | None = None
+        self._next: asyncio.Handle | None = None
+        self._last_move = 0.0
+
+    # ------------------------------------------------------------------ for whoever posts and awaits
+
+    def park(self, work: Work[Any]) -> Generator[Any, None, None]:
+        """Suspend the awaiting task until its Work is done."""
+        loop = asyncio.get_running_loop()
+        if loop is not self.loop:
+            self._adopt(loop)
+        waiter = loop.create_future()
+
+        def wake(_: Work[Any]) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        work.add_done_callback(wake, context=AT_ONCE)
+        try:
+            yield from waiter
+        finally:
+            if not work._done:
+                work.remove_done_callback(wake)
+
+    def ensure(self) -> None:
+        """See to it that the loop, if one runs, drives what is pending; one that has ended is replaced."""
+        loop = asyncio._get_running_loop()
+        if self.is_on and (loop is None or loop is self.loop):
+            return
+        if loop is None or self._has_other_loop(loop):
+            self._nudge()
+            return
+        if loop is not self.loop:
+            self._adopt(loop)
+        self.is_on = True
+        self._last_move = monotonic()
+        self._next = loop.call_soon(self._tick)
+
+    def _nudge(self) -> None:
+        """Posted outside the loop's thread: whoever may be asleep is to look."""
+        loop = self.loop
+        if loop is not None and loop.is_running() and threading.get_ident() != self.thread:
+            loop.call_soon_threadsafe(self.ensure)
+        self._engine.nudge_thread()
+
+    # ------------------------------------------------------------------ which loop
+
+    def _has_other_loop(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether another loop than this one drives, and still runs."""
+        old = self.loop
+        return old is not None and old is not loop and not old.is_closed() and old.is_running()
+
+    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let this loop drive, in the place of one that has ended."""
+        if self._has_other_loop(loop):
+            raise UsageError(
+                f"operations are awaited in two running event loops, {self.loop!r} and {loop!r}; "
+                "await in one of them, and use work.wait() in other threads"
+            )
+        self.detach()
+        self.loop = loop
+        self.thread = threading.get_ident()
+        doorbell = self._engine.doorbell
+        if doorbell.fileno() >= 0:
+            rung = self._rung  # an object of its own: the loop alone holds it, and drops it when it is closed
+            loop.add_reader(doorbell.fileno(), rung)
+            self._listener = weakref.ref(rung, self._dropped)
+
+    def _dropped(self, _: object) -> None:
+        """The loop holds no reader of ours any more: if it was closed, the next post is to find that none drives."""
+        if self.loop is not None and self.loop.is_closed():
+            self.detach()
+
+    def detach(self) -> None:
+        """Forget the loop: it is about to end, or has ended."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self.is_asleep:
+            self._wake_up()
+        self.is_asleep = self.is_on = False
+        loop, self.loop = self.loop, None
+        fileno = self._engine.doorbell.fileno()
+        if loop is not None and not loop.is_closed() and fileno >= 0:
+            loop.remove_reader(fileno)
+
+    # ------------------------------------------------------------------ its turns
+
+    def _tick(self) -> None:
+        """One turn of the loop: drive, then come again soon or sleep."""
+        loop, engine = self.loop, self._engine
+        assert loop is not None
+        self._next = None
+        try:
+            if self.is_asleep:
+                self._wake_up()
+            engine.credit = TURN_CREDIT
+            now = monotonic()
+            if engine.drive():
+                self._last_move = now
+            if engine.is_idle():
+                self.is_on = False
+                return
+            delay = engine.backoff.delay(now - self._last_move, bool(engine.active))
+            if delay == 0.0:
+                if not self.has_yielded:
+                    os.sched_yield()
+                self.has_yielded = False
+                self._next = loop.call_soon(self._tick)
+                return
+            self._sleep(loop, delay)
+        finally:
+            if self._next is None and self.is_on:  # a signal's handler has raised
+                self._next = loop.call_soon(self._tick)
+
+    def _sleep(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
+        self.is_asleep = True
+        self._engine.doorbell.sleep()
+        if self._engine.drive():  # what came before peers could see that we sleep
+            self._last_move = monotonic()
+            self._wake_up()
+            self._next = loop.call_soon(self._tick)
+            return
+        self._next = loop.call_later(delay, self._tick)
+
+    def _rung(self) -> None:
+        """A peer has rung. The ring itself is forgotten a turn later: the task that it is for comes first."""
+        if not self.is_asleep:
+            self._engine.doorbell.quiet()
+            return
+        self._wake_up()
+        for _ in range(RUNG_LOOKS):
+            if self._engine.drive():
+                break
+        self._last_move = monotonic()
+        if self._next is not None:
+            self._next.cancel()
+        self._tick()
+
+    def _wake_up(self) -> None:
+        self.is_asleep = False
+        self._engine.doorbell.wake()
