@@ -55,6 +55,11 @@ class Reduction:
         return cls(op, element, size, "sum" if scaled else op.name, is_compared, is_direct)
 
     @cached_property
+    def is_indirect(self) -> bool:
+        """Whether it takes more than MPI's call, but one round of shared memory does it."""
+        return not self.is_direct and self.op.factor is None
+
+    @cached_property
     def folder(self) -> Folder:
         """The same in NumPy, for slices of all ranks; but for premul_sum, where each rank has a factor of its own."""
         return Folder(self.op, self.element, self.size)

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 NEVER = sys.maxsize
 
-COMPARED = "compared"
-"""An all_reduce by min or max of floating point numbers, among the operations for which a size is known.
+INDIRECT = {"all_reduce": "indirect all_reduce", "reduce_scatter": "indirect reduce_scatter"}
+"""What these are called where MPI's own call is not all, among the operations for which a size is known.
 
-It takes shared memory from 0 bytes on: MPI is given integers, which costs more than its call.
+They take shared memory from 0 bytes on: one round of it does all, and what comes before and after MPI's call (integers
+in the place of numbers to be compared, for example) takes longer than the call.
 """
 
 _PROGRAMS: dict[Algorithm, ModuleType] = {Algorithm.SHARED: shared, Algorithm.HIERARCHICAL: hierarchical}
@@ -43,4 +44,4 @@ def large_algorithms(engine: Engine, ranks: Sequence[int]) -> tuple[ModuleType, 
     algorithm = next((start[1] for start in found.values() if start is not None), Algorithm.SHARED)
     sizes = {op: NEVER if start is None else start[0] for op, start in found.items()}
     is_shared = found["all_reduce"] is not None and algorithm is Algorithm.SHARED
-    return _PROGRAMS[algorithm], sizes | {COMPARED: 0 if is_shared else sizes["all_reduce"]}
+    return _PROGRAMS[algorithm], sizes | {indirect: 0 if is_shared else sizes[op] for op, indirect in INDIRECT.items()}

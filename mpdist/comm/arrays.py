@@ -7,13 +7,21 @@ uneven ones are a list of arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms.reduction import Reduction
+from mpdist.algorithms.shared.team import Team
 from mpdist.comm.operation import Operations, host_buffer
 from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, allocate_like, overlap
+from mpdist.progress.channel import CALLER
+
+if TYPE_CHECKING:
+    from mpdist.algorithms.shared.one_round import Plan
+    from mpdist.progress.collective import Words
+    from mpdist.progress.work import Work
 
 OpLike = str | ReduceOp | Callable[[Any, Any], Any]
 
@@ -24,12 +32,38 @@ class Arrays(Operations):
     Attributes:
         _ordered: programs that reduce in the order of ranks.
         _large: programs that take the place of MPI's own calls for large arrays.
-        _large_from: from how many bytes on, for each operation; barrier: 0 or never; see table.COMPARED.
+        _large_from: from how many bytes on, for each operation; barrier: 0 or never; see table.INDIRECT.
     """
 
     _ordered: ModuleType
     _large: ModuleType
     _large_from: Mapping[str, int]
+
+    def _post_large(
+        self,
+        op: str,
+        words: Words,
+        result: Any,
+        plan_of: Callable[..., Plan | None],
+        key: tuple[Any, ...],
+        arrays: tuple[Buffer, Buffer],
+        *arguments: Any,
+    ) -> Work[Any]:
+        """Post what takes the place of MPI's own call: one request where there is a plan of it, else a program.
+
+        Args:
+            key: what the plan depends on besides the team.
+            arrays: x and out.
+            arguments: of the program.
+        """
+        channel, team = self._channel, self._channel.team
+        if isinstance(team, Team) and type(arrays[0]) is type(arrays[1]) is Buffer:  # no Mirror
+            plan = plan_of(team, *key)
+            if plan is not None:
+                return channel.post_direct(
+                    op, words, result, plan.request, team, plan, *arrays, caller=CALLER + 1, is_native=False
+                )
+        return channel.post(op, getattr(self._large, op), partial(words[0], *words[1:]), channel, *arguments)
 
     def _output(self, source: Buffer, out: object, shape: Sequence[int], parts: int = 1) -> Buffer:
         """`out` checked, or allocated like the source; the source has `parts` times its elements."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms import native, uneven
+from mpdist.algorithms.shared import plans
 from mpdist.algorithms.shared.team import Team
 from mpdist.algorithms.uneven import Parcel
 from mpdist.comm.arrays import check_all_apart, check_apart, from_text, text_of, to_text
@@ -50,12 +51,10 @@ class Collectives(Reductions):
         src = self._rank(src, "src")
         buffer = host_buffer(x, writable=src != self.rank)
         element, nbytes = buffer.element, buffer.nbytes
+        words = (from_text, element, nbytes, src)
         if nbytes >= self._large_from["broadcast"]:
-            details = partial(from_text, element, nbytes, src)
-            return self._channel.post("broadcast", self._large.broadcast, details, self._channel, buffer, src)
-        return self._channel.post_direct(
-            "broadcast", (from_text, element, nbytes, src), x, self._channel.transport.ibroadcast, buffer, src
-        )
+            return self._post_large("broadcast", words, x, plans.broadcast, words[1:], (buffer, buffer), buffer, src)
+        return self._channel.post_direct("broadcast", words, x, self._channel.transport.ibroadcast, buffer, src)
 
     @operation
     def gather(self, x: object, dst: int, *, out: object = None) -> Work[Any]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mpdist.algorithms import native
 from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
-from mpdist.algorithms.shared.plans import plan_of
+from mpdist.algorithms.shared import plans
 from mpdist.algorithms.shared.team import Team
-from mpdist.algorithms.table import COMPARED
+from mpdist.algorithms.table import INDIRECT
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, op_to_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
@@ -66,9 +66,9 @@ class Reductions(Arrays):
                 if isinstance(how, Reduction):
                     channel, nbytes = self._channel, target.nbytes
                     words = (reduction_text, nbytes, how)
-                    if nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]:
+                    if nbytes >= self._large_from[INDIRECT["all_reduce"] if how.is_indirect else "all_reduce"]:
                         team = channel.team
-                        plan = plan_of(team, how, nbytes) if isinstance(team, Team) else None
+                        plan = plans.all_reduce(team, how, nbytes) if isinstance(team, Team) else None
                         if plan is not None:
                             return channel.post_direct(
                                 "all_reduce",
@@ -102,7 +102,7 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = target.nbytes >= self._large_from[COMPARED if how.is_compared else "all_reduce"]
+            is_large = target.nbytes >= self._large_from[INDIRECT["all_reduce"] if how.is_indirect else "all_reduce"]
             return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
@@ -172,13 +172,18 @@ class Reductions(Arrays):
         target = self._output(source, out, shape, self.size)
         details = partial(op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = source.nbytes >= self._large_from["reduce_scatter"]
-            if how.is_direct and not is_large and not deterministic and type(source) is Buffer:  # no Mirror
-                words = (op_text, source.element, source.nbytes, name_of(op))
-                call = self._channel.transport.ireduce_scatter
-                return self._channel.post_direct(
-                    "reduce_scatter", words, target.owner, call, source, target, how.mpi_op
+            is_large = (
+                source.nbytes >= self._large_from[INDIRECT["reduce_scatter"] if how.is_indirect else "reduce_scatter"]
+            )
+            words, result = (op_text, source.element, source.nbytes, name_of(op)), target.owner
+            if is_large and not deterministic:
+                key, arrays = (how, source.nbytes), (source, target)
+                return self._post_large(
+                    "reduce_scatter", words, result, plans.reduce_scatter, key, arrays, *arrays, how
                 )
+            if how.is_direct and not deterministic and type(source) is Buffer:  # no Mirror
+                call = self._channel.transport.ireduce_scatter
+                return self._channel.post_direct("reduce_scatter", words, result, call, source, target, how.mpi_op)
             return self._post_reduction("reduce_scatter", details, deterministic, is_large, source, target, how)
         counts = [target.count] * self.size
         return self._channel.post(

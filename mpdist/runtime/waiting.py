@@ -304,7 +304,7 @@ def _future_of(task: asyncio.Task[Any]) -> object:
 
 
 def _parked(works: Iterable[Work[Any]]) -> tuple[dict[object, Work[Any]], list[Work[Any]]]:
-    """The futures that tasks wait on in Ticking.park -> the operation that ends the wait; all that call anybody back."""
+    """The futures that tasks wait on in Ticking.park -> the operation that ends the wait; all that call anybody."""
     found: dict[object, Work[Any]] = {}
     listened: dict[Work[Any], None] = {}
     queue = list(works)

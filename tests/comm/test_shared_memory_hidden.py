@@ -12,13 +12,16 @@ from algorithms.forcing import SHARED, forced, skip_without_reach
 
 import mpdist
 from mpdist import Communicator
+from mpdist.algorithms.shared.team import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.ranks(2, 3),
     pytest.mark.skipif(sys.platform != "linux", reason="the system has no process_vm_readv"),
 ]
 
+# Of an all_reduce that is one request, and of a broadcast that does not fit into a slot.
 NBYTES = 64 * mmap.PAGESIZE
+BROADCAST_BYTES = 2 * SLOT_BYTES
 
 
 def protect(x: np.ndarray, access: int, page: int = 0) -> None:
@@ -31,7 +34,7 @@ def protect(x: np.ndarray, access: int, page: int = 0) -> None:
 async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator) -> None:
     """The first page of the root's array is read by others only."""
     skip_without_reach(comm)
-    x = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)
+    x = np.frombuffer(mmap.mmap(-1, BROADCAST_BYTES), np.uint8)
     x[:] = comm.rank
     async with forced(comm, SHARED) as made:
         for _ in range(2):

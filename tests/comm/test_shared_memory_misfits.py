@@ -28,25 +28,28 @@ CALLS: dict[str, Callable[[Communicator, Any], mpdist.Work[Any]]] = {
 }
 
 
-def arrays(comm: Communicator, is_resident: bool) -> tuple[Any, Any]:
+def arrays(comm: Communicator, is_resident: bool, count: int) -> tuple[Any, Any]:
     """The array of this rank, half as long on the last one, and what lies behind it."""
     make = comm.empty if is_resident else np.empty
-    whole = make(2 * COUNT, np.float32)
+    whole = make(2 * count, np.float32)
     whole[:] = 0
-    count = COUNT // 2 if comm.rank == comm.size - 1 else COUNT
+    count = count // 2 if comm.rank == comm.size - 1 else count
     whole[:count] = comm.rank + 1
     return whole[:count], whole[count:]
 
 
+@pytest.mark.parametrize("count", [COUNT, 2 * COUNT, 4 * COUNT], ids=["requests", "both", "programs"])
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
 @pytest.mark.parametrize("way", [SHARED, pytest.param(CHANGING, marks=pytest.mark.ranks(2))], ids=str)
-async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, way: Way, op: str, is_resident: bool) -> None:
+async def test_all_ranks_hear_of_it_and_stay_in_step(
+    comm: Communicator, way: Way, op: str, is_resident: bool, count: int
+) -> None:
     skip_without_reach(comm)
     async with forced(comm, way) as made:
         for _ in range(3):
-            x, behind = arrays(made, is_resident)
-            short, long = made.size - 1, COUNT * 4
+            x, behind = arrays(made, is_resident, count)
+            short, long = made.size - 1, count * 4
             with pytest.raises(mpdist.SizeMismatch, match=rf"{op} .*rank 0: {long}.*rank {short}: {long // 2}\)"):
                 await CALLS[op](made, x)
             assert (x == made.rank + 1).all()
@@ -155,18 +158,18 @@ async def test_ranks_that_call_different_operations_hear_of_it(comm: Communicato
             assert (await made.all_reduce(x) == made.size).all()
 
 
-async def test_through_slots_the_readers_hear_of_it(comm: Communicator) -> None:
-    """The root of a broadcast may be done by then."""
+async def test_through_slots_the_reader_hears_of_it(comm: Communicator) -> None:
+    """The others may be done by then, for what they gather has no more than two rounds."""
     with replaced(comm, SLOTS):
         made = await comm.dup()
-        x, behind = arrays(made, False)
-        if made.rank == made.size - 1:
-            with pytest.raises(mpdist.SizeMismatch, match=r"broadcast .*rank 0: 840000, rank \d: 420000"):
-                await made.broadcast(x, 0)
+        x, behind = arrays(made, False, COUNT)
+        if made.rank == 0:
+            with pytest.raises(mpdist.SizeMismatch, match=r"gather .*rank 0: 840000, .*rank \d: 420000"):
+                await made.gather(x, 0)
             with pytest.raises(mpdist.ClosedError, match="out of step"):
                 made.barrier()
         else:
-            await made.broadcast(x, 0)
+            await made.gather(x, 0)
         assert not behind.any()
         await comm.barrier()
         with pytest.raises(ZeroDivisionError):
@@ -199,11 +202,15 @@ async def test_through_slots_those_that_wait_for_readers_hear_of_it(
                 raise ZeroDivisionError
 
 
-async def test_ranks_that_take_different_roots_hear_of_it(comm: Communicator) -> None:
+@pytest.mark.parametrize("way", [SHARED, pytest.param(CHANGING, marks=pytest.mark.ranks(2))], ids=str)
+@pytest.mark.parametrize("count", [1000, COUNT])
+@pytest.mark.parametrize("op", ["reduce", "broadcast"])
+async def test_ranks_that_take_different_roots_hear_of_it(comm: Communicator, op: str, count: int, way: Way) -> None:
     skip_without_reach(comm)
-    async with forced(comm, SHARED) as made:
+    async with forced(comm, way) as made:
         for _ in range(3):
-            x = np.ones(COUNT)
-            with pytest.raises(mpdist.CollectiveMismatch, match=r"reduce on .*differ in src or dst"):
-                await made.reduce(x, 0 if made.rank else 1)
-            assert (await made.all_reduce(x) == made.size).all()
+            x = np.full(count, made.rank)
+            with pytest.raises(mpdist.CollectiveMismatch, match=rf"{op} on .*differ in src or dst"):
+                await getattr(made, op)(x, 0 if made.rank else 1)
+            assert (x == made.rank).all()
+            assert (await made.all_reduce(np.ones(count)) == made.size).all()

@@ -80,6 +80,11 @@ def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | Non
     )
 
 
+def other_roots(op: str, where: str) -> CollectiveMismatch:
+    """The members have taken different roots."""
+    return CollectiveMismatch(f"{op} on {where}: the ranks differ in src or dst; give all the same")
+
+
 def listed(words: Mapping[int, str]) -> str:
     """`rank 0: this, rank 2: that`."""
     return ", ".join(f"rank {rank}: {each}" for rank, each in sorted(words.items()))

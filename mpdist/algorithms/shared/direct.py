@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from mpdist.algorithms.shared.calls import all_reduce_of
+from mpdist.algorithms.shared.calls import all_reduce_of, other_roots
 from mpdist.algorithms.shared.moving import Folding, copy
-from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts, folder_of, words_of
+from mpdist.algorithms.shared.reduction import OUT_AT, ROOT, X_AT, cuts, folder_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
@@ -43,13 +43,27 @@ class Meeting:
         is_private: this member's arrays are not in memory that the others map.
     """
 
-    def __init__(self, team: Team, op: str, nbytes: int, x: Buffer | None, out: Buffer | None = None) -> None:
-        """Take what must be the same on all members, see Team.misfit, and what others may reach."""
+    def __init__(
+        self,
+        team: Team,
+        op: str,
+        nbytes: int,
+        x: Buffer | None,
+        out: Buffer | None = None,
+        *,
+        root: int | None = None,
+    ) -> None:
+        """Take what must be the same on all members, see Team.misfit, and what others may reach.
+
+        Args:
+            root: of a broadcast, in which each would else find an array that it may copy.
+        """
         self.team = team
         self.op = op
         self.nbytes = nbytes
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
+        self._root = root
         self._places = place, place if out is x else PRIVATE if out is None else team.place_of(out)
         self.is_private = max(self._places) < 0
         self._round = 0
@@ -67,6 +81,8 @@ class Meeting:
         team = self.team
         if not team.is_free():
             yield team.free()
+        if self._root is not None:
+            facts = self._root, *facts[1:]
         self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts, is_one_round=True) + 1
         team.tell(STAGED, self._round)
         if kept is not None:
@@ -75,6 +91,8 @@ class Meeting:
             yield team.all_at(STAGED, self._round)
         self.turn.restart()
         misfit = team.misfit(range(team.size))
+        if misfit is None and self._root is not None and not team.have_same(ROOT):
+            misfit = other_roots(self.op, team.channel.where())
         if misfit is not None:
             if team.are_in_step():
                 yield from self.end()
@@ -123,9 +141,7 @@ class Meeting:
         """
         if memory is not None:
             return memory
-        raise CollectiveMismatch(
-            f"{self.op} on {self.team.channel.where()}: the ranks differ in src or dst; give all the same"
-        )
+        raise other_roots(self.op, self.team.channel.where())
 
     def copy(self, target: Memory, source: Memory, itemsize: int) -> Steps[None]:
         """Copy in pieces."""
@@ -190,7 +206,7 @@ class Meeting:
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
-    meeting = Meeting(team, "broadcast", x.nbytes, x)
+    meeting = Meeting(team, "broadcast", x.nbytes, x, root=src)
     yield from meeting.begin()
     with meeting:
         if x.count:

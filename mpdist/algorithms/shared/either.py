@@ -107,7 +107,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of the other."""
     own = x.array()
     is_root = team.rank == src
-    meeting = Meeting(team, "broadcast", x.nbytes, x)
+    meeting = Meeting(team, "broadcast", x.nbytes, x, root=src)
     passage = Passage(own, 0) if is_root else Passage(own[:0], x.count)
 
     def straight() -> Steps[None]:

@@ -1,4 +1,4 @@
-"""One round: an all_reduce as a request that takes part in a single round of its team.
+"""One round: a collective as a request that takes part in a single round of its team.
 
 It is a request, not a program: nothing but what it shows and the flag happens when
 posting. Several may be under way; each begins when those before it are over.
@@ -15,38 +15,48 @@ from mpdist.progress.backoff import message_credit
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
-    from mpdist.memory import Buffer
+    from mpdist.memory import Buffer, Element
 
 
 class Plan:
-    """What all such all_reduces of one op, element type and size have in common on a team; made for the first.
+    """What all such collectives of one kind, element type and size have in common on a team; made for the first.
 
     Attributes:
         request: makes one of them.
         call: its word, but for the number of the round.
+        op: the operation, for texts.
         count: elements; nbytes: of them.
         element: their type.
-        folder: what reduces.
         slots: where members show private memory.
         credit: of a turn's, what one costs more than others.
     """
 
-    __slots__ = ("call", "count", "credit", "element", "folder", "nbytes", "slots")
+    __slots__ = ("call", "count", "credit", "element", "nbytes", "op", "slots")
 
     request: type[OneRound]
 
-    def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        self.call = call_word(all_reduce_of(how.element), nbytes, 0, is_one_round=True, is_request=True)
-        self.count = nbytes // how.element.itemsize
+    def __init__(self, team: Team, op: str, element: Element, nbytes: int) -> None:
+        self.op = op
+        self.call = call_word(op, nbytes, 0, is_one_round=True, is_request=True)
+        self.count = nbytes // element.itemsize
         self.nbytes = nbytes
-        self.element = how.element
-        self.folder = how.folder
+        self.element = element
         self.credit = message_credit(nbytes) - 1
-        self.slots = team.slots(how.element)
+        self.slots = team.slots(element)
+
+
+class AllReducePlan(Plan):
+    """Of all_reduces of one op; `folder` is what reduces."""
+
+    __slots__ = ("folder",)
+
+    def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
+        super().__init__(team, all_reduce_of(how.element), how.element, nbytes)
+        self.folder = how.folder
 
 
 class OneRound:
-    """One such all_reduce; complete when `Test` has seen all members and done this one's share.
+    """One such collective; complete when `Test` has seen all members and done this one's share.
 
     Whoever posts it wakes the other members.
     """
@@ -150,22 +160,45 @@ class OneRound:
 
 
 class TwoWays(OneRound):
-    """One that goes through slots, or straight: each member reduces a slice, from and to where the arrays are."""
+    """One that goes through slots, or straight: each member does a share, from and to where the arrays are."""
 
     _is_through = False
 
+    def Test(self) -> bool:
+        team = self._team
+        if team is None:
+            if self._why is not None:
+                raise self._why
+            return True
+        if self._is_done:
+            return self._end(team) if self._is_through else self._has_gone_straight(team)
+        number, call_at = self._number, CALL_AT + self._side
+        if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
+            return False
+        if not team.have_come(STAGED, number):
+            return False
+        for line in team.others:
+            if line[call_at] != self._call:
+                self._fail(team)
+        if not self._is_through:
+            return self._go_straight(team)
+        self._do_share(team)
+        team.channel.engine.credit -= self._plan.credit
+        self._is_done = True
+        return self._end(team)
+
     def _go_straight(self, team: Team) -> bool:
-        """Do this member's slice, and look whether the others have done theirs."""
+        """Do this member's share, and look whether the others have done theirs."""
         try:
-            self._reduce_slice(team)
+            self._do_share(team)
         except CommunicationError as error:  # it waits for the end, for the others are still at this one's arrays
             self._why = error
             team.note(FAILED, self._number)
         self._is_done = True
         return self._has_gone_straight(team)
 
-    def _reduce_slice(self, team: Team) -> None:
-        """This member's slice of all arrays, into all; as `Test`, it may be interrupted and called again."""
+    def _do_share(self, team: Team) -> None:
+        """This member's share of the work; as `Test`, it may be interrupted and called again."""
         raise NotImplementedError
 
     def _has_gone_straight(self, team: Team) -> bool:
@@ -179,5 +212,5 @@ class TwoWays(OneRound):
         team.channel.engine.credit -= self._plan.credit
         for line in team.others:
             if line[FAILED] == number:
-                self._why = self._why or team.undone("all_reduce", number)
+                self._why = self._why or team.undone(self._plan.op, number)
         return self._leave(team)

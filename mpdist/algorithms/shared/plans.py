@@ -1,10 +1,12 @@
-"""Plans: which all_reduces take one round of their team, and how."""
+"""Plans: which collectives take one round of their team, as a request, and how."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms.shared.one_round import Plan
+from mpdist.algorithms.shared.broadcast import BroadcastPlan
+from mpdist.algorithms.shared.one_round import AllReducePlan, Plan
+from mpdist.algorithms.shared.reduce_scatter import ReduceScatterPlan
 from mpdist.algorithms.shared.short import ShortPlan
 from mpdist.algorithms.shared.sliced import SlicedPlan
 from mpdist.algorithms.shared.small import SmallPlan
@@ -13,6 +15,7 @@ from mpdist.memory.quiet import IS_ONE_CALL
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
+    from mpdist.memory import Element
 
 # Small up to this size of an array times the number of members: measured with bench/collectives.py, 2 ranks.
 SMALL_BYTES = 512 * 1024
@@ -23,20 +26,42 @@ SMALL_OF_PAIR_BYTES = 32 * 1024
 KNOWN_PLANS = 256
 
 
-def plan_of(team: Team, how: Reduction, nbytes: int) -> Plan | None:
+def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     """That of the team; None where an all_reduce of its members is done in another way."""
     plan = team.plans.get((how, nbytes))
     if plan is not None or how.op.factor is not None:
         return plan
     if nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
-        kind: type[Plan] = SmallPlan
+        kind: type[AllReducePlan] = SmallPlan
     elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair_steps and IS_ONE_CALL:
         kind = ShortPlan
     elif team.size > 2 and nbytes <= min(SLOT_BYTES, team.size * RESULT_BYTES):
         kind = SlicedPlan
     else:
         return None
+    return _kept(team, (how, nbytes), kind(team, how, nbytes))
+
+
+def reduce_scatter(team: Team, how: Reduction, nbytes: int) -> Plan | None:
+    """As of all_reduce; nbytes: of x."""
+    key = ReduceScatterPlan, how, nbytes
+    plan = team.plans.get(key)
+    if plan is not None or how.op.factor is not None or nbytes > SLOT_BYTES:
+        return plan
+    return _kept(team, key, ReduceScatterPlan(team, how, nbytes))
+
+
+def broadcast(team: Team, element: Element, nbytes: int, src: int) -> Plan | None:
+    """As of all_reduce."""
+    key = element, nbytes, src
+    plan = team.plans.get(key)
+    if plan is not None or nbytes > SLOT_BYTES:
+        return plan
+    return _kept(team, key, BroadcastPlan(team, element, nbytes, src))
+
+
+def _kept(team: Team, key: tuple[Any, ...], plan: Plan) -> Plan:
     if len(team.plans) == KNOWN_PLANS:
         team.plans.clear()
-    team.plans[how, nbytes] = plan = kind(team, how, nbytes)
+    team.plans[key] = plan
     return plan

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms import native
-from mpdist.algorithms.shared import direct, either, exchange, reduction
-from mpdist.algorithms.shared.plans import plan_of
+from mpdist.algorithms.shared import direct, either, exchange, plans, reduction
 from mpdist.algorithms.shared.team import Team, assemble
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
+    from mpdist.algorithms.shared.one_round import Plan
     from mpdist.memory import Buffer
     from mpdist.progress.channel import Channel
     from mpdist.transport.mpi import Request, Transport
@@ -42,6 +42,12 @@ def _exchanges(team: Team) -> ModuleType:
     return exchange if team.shared.reach is None else direct
 
 
+def _request(team: Team, plan: Plan, x: Buffer, out: Buffer) -> Request:
+    request = plan.request(team, plan, x, out)
+    team.ring()
+    return request
+
+
 def _two_ways(team: Team, other: Callable[[Team], ModuleType]) -> ModuleType:
     return either if team.has_two_ways else other(team)
 
@@ -57,11 +63,9 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     if team is None:
         return (yield from native.all_reduce(transport, x, out, how))
     source = out if x is None else x
-    plan = plan_of(team, how, out.nbytes)
+    plan = plans.all_reduce(team, how, out.nbytes)
     if plan is not None:
-        request = plan.request(team, plan, source, out)
-        team.ring()
-        yield request
+        yield _request(team, plan, source, out)
     else:
         yield from _two_ways(team, _reductions).all_reduce(team, source, out, how.op, how.size)
     return out.owner
@@ -81,9 +85,13 @@ def reduce_scatter(transport: Transport, channel: Channel, x: Buffer, out: Buffe
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.reduce_scatter(transport, x, out, how))
-    yield from _two_ways(team, _reductions).reduce_scatter(
-        team, x, out.count, how.op, how.size, [(team.rank, out.array())]
-    )
+    plan = plans.reduce_scatter(team, how, x.nbytes)
+    if plan is not None:
+        yield _request(team, plan, x, out)
+    else:
+        yield from _two_ways(team, _reductions).reduce_scatter(
+            team, x, out.count, how.op, how.size, [(team.rank, out.array())]
+        )
     return out.owner
 
 
@@ -91,6 +99,8 @@ def broadcast(transport: Transport, channel: Channel, x: Buffer, src: int) -> St
     team = yield from team_of(channel)
     if team is None:
         yield transport.ibroadcast(x, src)
+    elif (plan := plans.broadcast(team, x.element, x.nbytes, src)) is not None:
+        yield _request(team, plan, x, x)
     else:
         yield from _two_ways(team, _exchanges).broadcast(team, x, src)
     return x.owner

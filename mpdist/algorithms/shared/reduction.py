@@ -41,6 +41,7 @@ KNOWN_CALLS = 256
 _STEP = 64
 
 X_AT, OUT_AT, FACTOR = 0, 1, 2  # a factor is two words
+ROOT = FACTOR  # of a broadcast
 PACE = FACTOR + 2
 
 

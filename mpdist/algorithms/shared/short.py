@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
-from mpdist.algorithms.shared.one_round import Plan, TwoWays
+from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
 from mpdist.algorithms.shared.team import CALL_AT, FACTS, FACTS_AT, GIVEN_UP, STAGED, Team
 from mpdist.transport.reach import Remote
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLOTS_BYTES = 64 * 1024
 
 
-class ShortPlan(Plan):
+class ShortPlan(AllReducePlan):
     """Of those of one op, element type and size.
 
     Attributes:
@@ -131,7 +131,7 @@ class ShortAllReduce(TwoWays):
             plan.pace.took(plan.nbytes, False, self._shown + perf_counter() - self._start)
         return True
 
-    def _reduce_slice(self, team: Team) -> None:
+    def _do_share(self, team: Team) -> None:
         plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
         x_at, out_at = team.fact(peer, X_AT), team.fact(peer, OUT_AT)
         out = self._out[part]

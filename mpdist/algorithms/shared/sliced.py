@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpdist.algorithms.shared.moving import copy, fold
-from mpdist.algorithms.shared.one_round import Plan, TwoWays
+from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts
 from mpdist.algorithms.shared.team import CALL_AT, FACTS, FACTS_AT, REDUCED, STAGED, Team
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
 
 
-class SlicedPlan(Plan):
+class SlicedPlan(AllReducePlan):
     """Of those of one op, element type and size.
 
     Attributes:
@@ -125,7 +125,7 @@ class SlicedAllReduce(TwoWays):
         self._is_done = True
         return self._end(team)
 
-    def _reduce_slice(self, team: Team) -> None:
+    def _do_share(self, team: Team) -> None:
         plan, side = self._plan, self._side
         if not self._is_folded:
             plan.fold_all(side, self._x, self._memory(team, X_AT))

@@ -57,6 +57,12 @@ class Slots:
         start = self._lines[member][self._start_at + side]
         return self._arenas[member][(start if start >= 0 else ~start) // self._itemsize :]
 
+    def part(self, side: int, member: int, at: int, mapped_at: int, count: int) -> Array:
+        """Elements of what a member shows, from `at` on; where that is a mapped array, from `mapped_at` on."""
+        start = self._lines[member][self._start_at + side]
+        first = start // self._itemsize + at if start >= 0 else ~start // self._itemsize + mapped_at
+        return self._arenas[member][first : first + count]
+
     def show_mapped(self, side: int, offset: int) -> None:
         """A round is an array that begins with this byte of this member's arena, and is not copied."""
         self._mine[self._start_at + side] = ~offset

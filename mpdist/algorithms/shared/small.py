@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpdist.algorithms.shared.one_round import OneRound, Plan
+from mpdist.algorithms.shared.one_round import AllReducePlan, OneRound
 from mpdist.algorithms.shared.team import CALL_AT, GIVEN_UP, STAGED, Team
 from mpdist.memory.quiet import QUIET
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SPREAD_BYTES = 16 * 1024
 
 
-class SmallPlan(Plan):
+class SmallPlan(AllReducePlan):
     """Of those of one op, element type and size.
 
     Attributes:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
-    from mpdist.algorithms.reduction import Reduction
     from mpdist.algorithms.shared.moving import Memory
     from mpdist.algorithms.shared.one_round import OneRound, Plan
     from mpdist.memory import Buffer, Element
@@ -193,7 +192,7 @@ class Team:
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
         self.under_way: deque[OneRound] = deque()
-        self.plans: dict[tuple[Reduction, int], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.shown = 0
         self.were_mapped = False
@@ -301,6 +300,10 @@ class Team:
     def fact(self, member: int, number: int) -> int:
         """What one member has put down, as of `facts`."""
         return self._lines[member][FACTS_AT + self.first % 2 * FACTS + number]
+
+    def have_same(self, number: int) -> bool:
+        """Whether all have put down the same as fact `number`."""
+        return len(set(self.facts(number))) == 1
 
     def misfit(self, members: Sequence[int]) -> MpdistError | None:
         """Why the calls of these members, who have told a round, do not go together; None if they do.
