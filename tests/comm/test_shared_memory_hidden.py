@@ -19,9 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the system has no process_vm_readv"),
 ]
 
-# Of an all_reduce that is one request, and of a broadcast that does not fit into a slot.
 NBYTES = 64 * mmap.PAGESIZE
-BROADCAST_BYTES = 2 * SLOT_BYTES
 
 
 def protect(x: np.ndarray, access: int, page: int = 0) -> None:
@@ -31,10 +29,11 @@ def protect(x: np.ndarray, access: int, page: int = 0) -> None:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
-async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator) -> None:
+@pytest.mark.parametrize("nbytes", [NBYTES, 2 * SLOT_BYTES], ids=["request", "program"])
+async def test_all_ranks_hear_of_it_and_stay_in_step(comm: Communicator, nbytes: int) -> None:
     """The first page of the root's array is read by others only."""
     skip_without_reach(comm)
-    x = np.frombuffer(mmap.mmap(-1, BROADCAST_BYTES), np.uint8)
+    x = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     x[:] = comm.rank
     async with forced(comm, SHARED) as made:
         for _ in range(2):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import SHARED, replaced
+from algorithms.forcing import SHARED, SLOTS, Way, replaced
 from progress.interruptions import Interrupted, Interruptions, raising
 
 from mpdist import Communicator, Work
@@ -45,7 +45,7 @@ CASES = (
 
 @pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
 @pytest.mark.parametrize(("count", "through_slots"), CASES)
-@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("op", ["sum", pytest.param("avg", marks=pytest.mark.ranks(2))])
 def test_nothing_is_reduced_twice(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, op: str, count: int, resident: str, through_slots: bool
 ) -> None:
@@ -53,8 +53,7 @@ def test_nothing_is_reduced_twice(
     with replaced(comm, SHARED):
         made = comm.dup().wait()
     made.barrier().wait()
-    is_resident = resident == "all" or (resident == "rank 0" and made.rank == 0)
-    xs = [made.empty(count, np.float32) if is_resident else np.empty(count, np.float32) for _ in range(3)]
+    xs = inputs(made, count, resident)
 
     def post() -> list[Work[Any]]:
         return [made.all_reduce(x, op) for x in xs]
@@ -69,38 +68,53 @@ def test_nothing_is_reduced_twice(
     made.close().wait()
 
 
-# What three calls of it have left in out, of 1000 elements, where rank r's x has r + number and so on for each.
-def taken(comm: Communicator, op: str, x: float) -> Any:
-    inputs = [x - comm.rank + rank for rank in range(comm.size)]
-    if op == "reduce_scatter":
-        return sum(inputs)
-    return inputs[1] if op == "broadcast" else np.repeat(inputs, 1000)
-
-
 @pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
-@pytest.mark.parametrize("op", ["reduce_scatter", "broadcast", "all_gather", "all_to_all"])
-def test_everything_is_taken_once(comm: Communicator, op: str, resident: str) -> None:
+@pytest.mark.parametrize("count", [1000, 10_000])
+def test_rows_are_reduced_once(comm: Communicator, count: int, resident: str) -> None:
+    """Small ones always begin where a slot does."""
     with replaced(comm, SHARED):
         made = comm.dup().wait()
     made.barrier().wait()
-    is_resident = resident == "all" or (resident == "rank 0" and made.rank == 0)
-    counts = {"reduce_scatter": (made.size, 1), "broadcast": (1, 1), "all_gather": (1, made.size)}
-    rows, out_rows = counts.get(op, (made.size, made.size))
-    make = made.empty if is_resident else np.empty
-    xs = [make(1000 * rows, np.float32) for _ in range(3)]
-    outs = xs if op == "broadcast" else [np.empty(1000 * out_rows, np.float32) for _ in range(3)]
+    xs = inputs(made, count * made.size, resident)
+    outs = [np.empty(count, np.float32) for _ in xs]
 
     def post() -> list[Work[Any]]:
-        if op == "broadcast":
-            return [made.broadcast(x, 1) for x in xs]
-        return [getattr(made, op)(x, out=out) for x, out in zip(xs, outs, strict=True)]
+        for x in xs:
+            x += np.repeat(np.arange(made.size), count)
+        return [made.reduce_scatter(x, out=out) for x, out in zip(xs, outs, strict=True)]
 
     def check(number: int, text: str) -> None:
         for place, out in enumerate(outs):
-            np.testing.assert_array_equal(out, taken(made, op, made.rank + place + number), f"array {place}, {text}")
+            wanted = made.size * (place + number + (made.size - 1) / 2 + made.rank)
+            np.testing.assert_array_equal(out, wanted, f"array {place}, {text}")
 
     interrupt_everywhere(made, xs, post, check)
     made.close().wait()
+
+
+@pytest.mark.parametrize("resident", ["none", "rank 0", "all"])
+@pytest.mark.parametrize("way", [SHARED, SLOTS], ids=str)
+def test_everybody_gets_what_the_root_has(comm: Communicator, way: Way, resident: str) -> None:
+    with replaced(comm, way):
+        made = comm.dup().wait()
+        made.barrier().wait()
+        xs = inputs(made, 1000, resident)
+
+        def post() -> list[Work[Any]]:
+            return [made.broadcast(x, 0) for x in xs]
+
+        def check(number: int, text: str) -> None:
+            for place, x in enumerate(xs):
+                np.testing.assert_array_equal(x, place + number, f"array {place}, {text}")
+
+        interrupt_everywhere(made, xs, post, check)
+        made.close().wait()
+
+
+def inputs(comm: Communicator, count: int, resident: str) -> list[Any]:
+    """Three arrays, in memory that all map on some ranks."""
+    is_resident = resident == "all" or (resident == "rank 0" and comm.rank == 0)
+    return [comm.empty(count, np.float32) if is_resident else np.empty(count, np.float32) for _ in range(3)]
 
 
 def interrupt_everywhere(
