@@ -1,10 +1,10 @@
-"""Alone: steps of torch's DistributedDataParallel, each backend in processes of its own, as a user runs them.
+"""Alone: steps of DistributedDataParallel, mpdist's own and torch's by each backend, in processes of their own.
 
     python bench/alone.py [--launches 5] [--steps 60] [--json FILE]
 
-starts jobs of 2 ranks by turns: the backend mpdist under the environment's MPI, gloo without MPI, as torchrun
-starts it. What the two do to a process counts here, the memory that it keeps among it; bench/torch_backend.py has
-both in one.
+starts jobs of 2 ranks by turns, as a user would: mpdist's DistributedDataParallel without any group of torch's; torch's
+by the backend mpdist, both under the environment's MPI; and by gloo without MPI, as torchrun starts it. What they do to
+a process counts here, the memory that it keeps among it; bench/ddp.py and bench/torch_backend.py have all in one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import publish, rank_environ, summary  # beside this script
 from models import mlp
 
+import mpdist
+import mpdist.torch
+
 RANKS = 2
-BATCHES = {64: 0.85, 8: 0.65}
+OWN = "own"
+# Of a step by gloo: with torch's class, and with mpdist's own.
+BATCHES = {64: {"mpdist": 0.85, OWN: 0.75}, 8: {"mpdist": 0.65, OWN: 0.55}}
 WARM_UP = 10
 
 
 def on_rank(backend: str, batch: int, steps: int, out: Path) -> None:
     """Train, and write the median milliseconds of a step; it ends when all ranks have taken it."""
     torch.set_num_threads(1)
-    dist.init_process_group(backend)
     torch.manual_seed(0)
-    model = DistributedDataParallel(mlp())
+    model: torch.nn.Module
+    if backend == OWN:
+        rank = mpdist.init().rank
+        model = mpdist.torch.DistributedDataParallel(mlp())
+    else:
+        dist.init_process_group(backend)
+        rank = dist.get_rank()
+        model = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(batch, 512)
     times = []
@@ -47,15 +58,16 @@ def on_rank(backend: str, batch: int, steps: int, out: Path) -> None:
         model(x).pow(2).mean().backward()
         optimizer.step()
         times.append((time.perf_counter() - start) * 1e3)
-    if dist.get_rank() == 0:
+    if rank == 0:
         out.write_text(str(statistics.median(times[WARM_UP:])))
-    dist.destroy_process_group()
+    if backend != OWN:
+        dist.destroy_process_group()
 
 
 def one_job(backend: str, batch: int, steps: int, out: Path) -> float:
     """Milliseconds of a step."""
     words = [__file__, "--on-rank", backend, "--batch", str(batch), "--steps", str(steps), "--out", str(out)]
-    if backend == "mpdist":
+    if backend != "gloo":
         subprocess.run(
             [sys.executable, "-m", "mpdist", "run", "-n", str(RANKS), *words], check=True, env=rank_environ()
         )
@@ -89,13 +101,15 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "milliseconds")
-        for batch, target in BATCHES.items():
-            times: dict[str, list[float]] = {"mpdist": [], "gloo": []}
+        for batch, targets in BATCHES.items():
+            times: dict[str, list[float]] = {**{backend: [] for backend in targets}, "gloo": []}
             for _ in range(options.launches):
                 for backend, each in times.items():
                     each.append(one_job(backend, batch, options.steps, out))
-            case = f"DDP step, 10 M parameters, batch {batch}, each backend alone"
-            results.append(summary(case, *times.values(), ranks=RANKS, mpi=mpi_here(), unit="ms", target=target))
+            for backend, target in targets.items():
+                case = f"DDP step, 10 M parameters, batch {batch}, {backend} and gloo alone"
+                pair = times[backend], times["gloo"]
+                results.append(summary(case, *pair, ranks=RANKS, mpi=mpi_here(), unit="ms", target=target))
     publish(results, options.json)
 
 

@@ -33,6 +33,13 @@ def test_parameters_and_buffers_are_those_of_rank_0(comm: Communicator) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
+def test_the_process_keeps_the_memory_that_it_frees(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("mpdist.torch.data_parallel.module.keep_freed", kept.append)
+    with wrapped(nn.Linear(2, 2), comm):
+        assert kept == [1024 * 1024**2]
+
+
 def test_init_sync_may_be_left_out(comm: Communicator) -> None:
     net = nn.Linear(2, 2)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.gradients.buckets import BUCKET_BYTES, DEVICE_BUCKET_BYTES
+from mpdist.memory.heap import keep_freed
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers, has_buffers
@@ -115,6 +116,7 @@ class DistributedDataParallel(TorchDataParallel):
         self.parameters_to_ignore = ignored
         self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator
         self.comm = own_communicator(comm, process_group)
+        keep_freed(self.comm._channel.engine.keep_bytes)
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
