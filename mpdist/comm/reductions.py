@@ -102,7 +102,7 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = target.nbytes >= self._large_from[INDIRECT["all_reduce"] if how.is_indirect else "all_reduce"]
+            is_large = self._is_large("all_reduce", how, target.nbytes)
             return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
@@ -172,9 +172,7 @@ class Reductions(Arrays):
         target = self._output(source, out, shape, self.size)
         details = partial(op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = (
-                source.nbytes >= self._large_from[INDIRECT["reduce_scatter"] if how.is_indirect else "reduce_scatter"]
-            )
+            is_large = self._is_large("reduce_scatter", how, source.nbytes)
             words, result = (op_text, source.element, source.nbytes, name_of(op)), target.owner
             if is_large and not deterministic:
                 key, arrays = (how, source.nbytes), (source, target)
@@ -207,6 +205,10 @@ class Reductions(Arrays):
             counts,
             how,
         )
+
+    def _is_large(self, op: str, how: Reduction, nbytes: int) -> bool:
+        """Whether it takes another way than MPI's own call."""
+        return nbytes >= self._large_from[INDIRECT[op] if how.is_indirect else op]
 
     def _post_reduction(
         self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any

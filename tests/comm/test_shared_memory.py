@@ -232,6 +232,28 @@ async def test_sizes_around_the_thresholds(comm: Communicator, chosen: Way, call
             await call(Case(made, "mixed", nbytes // 8, "float64", "sum", nbytes % comm.size))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "op", "takes_more"),
+    [
+        ("float32", "sum", False),
+        ("int32", "max", False),
+        ("float32", mpdist.premul_sum(2.0), False),
+        ("float32", "max", True),
+        ("float32", "avg", True),
+        ("float16", "sum", True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter"])
+async def test_what_takes_more_than_mpis_call_goes_through_memory(
+    comm: Communicator, call: str, dtype: str, op: mpdist.ReduceOp | str, takes_more: bool
+) -> None:
+    """From the first byte on; for premul_sum shared memory has several steps, too."""
+    async with forced(comm, CHOSEN) as made:
+        await getattr(made, call)(np.ones(made.size, dtype), op)
+        assert (made._channel.team is not None) is takes_more
+
+
 @pytest.mark.parametrize("gain", [0, 100], ids=["slots", "large slots"])
 @pytest.mark.parametrize("is_scarce", [False, True], ids=["", "scarce on one"])
 @pytest.mark.parametrize("forcing", [CHOSEN, SHARED, SLOTS, CHANGING], ids=str)

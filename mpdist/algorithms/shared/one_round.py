@@ -172,20 +172,30 @@ class TwoWays(OneRound):
             return True
         if self._is_done:
             return self._end(team) if self._is_through else self._has_gone_straight(team)
-        number, call_at = self._number, CALL_AT + self._side
-        if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
+        if (team.under_way[0] is not self or team.mine[STAGED] < self._number) and not self._has_begun(team):
             return False
-        if not team.have_come(STAGED, number):
+        return self._go_on(team)
+
+    def _go_on(self, team: Team) -> bool:
+        """As `Test`, of one that is the first of those under way."""
+        if not self._have_come(team):
             return False
-        for line in team.others:
-            if line[call_at] != self._call:
-                self._fail(team)
         if not self._is_through:
             return self._go_straight(team)
         self._do_share(team)
         team.channel.engine.credit -= self._plan.credit
         self._is_done = True
         return self._end(team)
+
+    def _have_come(self, team: Team) -> bool:
+        """Whether all others have shown what they have; raises if they call something else."""
+        if not team.have_come(STAGED, self._number):
+            return False
+        call, call_at = self._call, CALL_AT + self._side
+        for line in team.others:
+            if line[call_at] != call:
+                self._fail(team)
+        return True
 
     def _go_straight(self, team: Team) -> bool:
         """Do this member's share, and look whether the others have done theirs."""

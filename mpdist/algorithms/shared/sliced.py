@@ -18,7 +18,7 @@ import numpy as np
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts
-from mpdist.algorithms.shared.team import CALL_AT, FACTS, FACTS_AT, REDUCED, STAGED, Team
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, REDUCED, Team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,23 +96,11 @@ class SlicedAllReduce(TwoWays):
             mine[at + X_AT] = place = team.place_of(x)
             mine[at + OUT_AT] = place if out is x else team.place_of(out)
 
-    def Test(self) -> bool:
-        team = self._team
-        if team is None:
-            if self._why is not None:
-                raise self._why
-            return True
-        if self._is_done:
-            return self._end(team) if self._is_through else self._has_gone_straight(team)
+    def _go_on(self, team: Team) -> bool:
         number, side, plan = self._number, self._side, self._plan
-        if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
-            return False
         if team.mine[REDUCED] < number:
-            if not team.have_come(STAGED, number):
+            if not self._have_come(team):
                 return False
-            for line in team.others:
-                if line[CALL_AT + side] != self._call:
-                    self._fail(team)
             team.were_mapped = team.shared.reach is not None and plan.slots.are_marked(side)
             if not self._is_through:
                 return self._go_straight(team)
