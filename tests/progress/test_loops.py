@@ -78,7 +78,7 @@ def test_an_algorithm_has_longer_turns_where_no_loop_waits_for_its_own(
 ) -> None:
     engine = comm._channel.engine
     loop = asyncio.new_event_loop()
-    monkeypatch.setattr(engine, "_loop", loop if has_loop else None)
+    monkeypatch.setattr(engine.ticking, "loop", loop if has_loop else None)
     seen: list[float] = []
     work = comm.all_reduce(np.ones(1))
     monkeypatch.setattr(engine, "drive_while", lambda *_: seen.append(engine.turn_seconds) or True)
