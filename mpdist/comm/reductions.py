@@ -170,10 +170,9 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         shape = self._block_shape(source) if out is None else ()
         target = self._output(source, out, shape, self.size)
-        details = partial(op_text, source.element, source.nbytes, name_of(op))
+        words = (op_text, source.element, source.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = self._is_large("reduce_scatter", how, source.nbytes)
-            words, result = (op_text, source.element, source.nbytes, name_of(op)), target.owner
+            is_large, result = self._is_large("reduce_scatter", how, source.nbytes), target.owner
             if is_large and not deterministic:
                 key, arrays = (how, source.nbytes), (source, target)
                 return self._post_large(
@@ -182,8 +181,9 @@ class Reductions(Arrays):
             if how.is_direct and not deterministic and type(source) is Buffer:  # no Mirror
                 call = self._channel.transport.ireduce_scatter
                 return self._channel.post_direct("reduce_scatter", words, result, call, source, target, how.mpi_op)
+            details = partial(op_text, *words[1:])
             return self._post_reduction("reduce_scatter", details, deterministic, is_large, source, target, how)
-        counts = [target.count] * self.size
+        details, counts = partial(op_text, *words[1:]), [target.count] * self.size
         return self._channel.post(
             "reduce_scatter", native.reduce_scatter_by_function, details, source, target, counts, how
         )

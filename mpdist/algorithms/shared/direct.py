@@ -82,7 +82,7 @@ class Meeting:
         if not team.is_free():
             yield team.free()
         if self._root is not None:
-            facts = self._root, *facts[1:]
+            facts = self._root, *facts[1:]  # a factor, whose place it takes, is 0
         self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts, is_one_round=True) + 1
         team.tell(STAGED, self._round)
         if kept is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
-from mpdist.algorithms.shared.team import CALL_AT, FACTS, FACTS_AT, GIVEN_UP, STAGED, Team
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, Team
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
@@ -85,26 +85,10 @@ class ShortAllReduce(TwoWays):
                     plan.slots.show(side, plan.nbytes, (0, self._x))
             self._shown = perf_counter() - start
 
-    def Test(self) -> bool:
-        team = self._team
-        if team is None:
-            if self._why is not None:
-                raise self._why
-            return True
-        if self._is_done:
-            return self._end(team) if self._is_through else self._has_gone_straight(team)
-        number, other = self._number, team.others[0]
-        if (team.under_way[0] is not self or team.mine[STAGED] < number) and not self._has_begun(team):
+    def _go_on(self, team: Team) -> bool:
+        if not self._have_come(team):
             return False
-        if other[STAGED] < number:
-            if other[GIVEN_UP]:
-                team.check_there(other, STAGED, number)
-            return False
-        if team.fence is not None:
-            team.fence()
-        plan, side = self._plan, self._side
-        if other[CALL_AT + side] != self._call:
-            self._fail(team)
+        plan, side, other = self._plan, self._side, team.others[0]
         at, pace = FACTS_AT + side * FACTS, plan.pace
         if pace is None:
             team.were_mapped = plan.slots.are_marked(side)
