@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 class Collectives(Reductions):
     """Operations of all ranks on arrays."""
 
-    @operation
     def barrier(self) -> Work[None]:
         """Done when all ranks have called it."""
         channel = self._channel
-        if self._large_from["barrier"]:
-            return channel.post_direct("barrier", (str,), None, channel.transport.ibarrier)
-        if isinstance(channel.team, Team):
-            # Against another call it waits, and is reported; comparing it would take a sixth of its time.
-            return channel.post_direct("barrier", (str,), None, channel.team.enter_barrier, is_native=None)
-        return channel.post("barrier", self._large.barrier, str, channel)
+        try:
+            if self._large_from["barrier"]:
+                return channel.post_direct("barrier", (str,), None, channel.transport.ibarrier, caller=2)
+            if isinstance(channel.team, Team):
+                # Against another call it waits, and is reported; comparing it would take a sixth of its time.
+                enter = channel.team.enter_barrier
+                return channel.post_direct("barrier", (str,), None, enter, caller=2, is_native=None)
+            return channel.post("barrier", self._large.barrier, str, channel)
+        except UsageError as error:
+            raise self._explained("barrier", error) from error.__cause__
 
     @operation
     def broadcast(self, x: object, src: int) -> Work[Any]:
