@@ -24,8 +24,13 @@ from mpdist.memory import Buffer, Device, accelerator
 from mpdist.memory.cuda_errors import failures
 from mpdist.memory.elements import Array
 from mpdist.memory.mark import OVER, Mark
+from mpdist.progress.backoff import Backoff
 
 DEVICE = Device("cuda", 0)
+
+# What a rank that waits does meanwhile, as fractions of what pieces of work take.
+HOT_SECONDS = 0.0003
+SLEEP_SECONDS = 0.0002
 
 
 class DeviceArray:
@@ -225,6 +230,11 @@ class Simulated:
         return self.shared.give_back_all()
 
 
+def _delay(backoff: Backoff, idle_seconds: float, has_requests: bool = False) -> float:
+    """Sleep soon, and shortly: of more ranks than cores those that wait would keep these threads from their work."""
+    return 0.0 if idle_seconds < HOT_SECONDS else min(SLEEP_SECONDS, backoff.fraction * idle_seconds)
+
+
 def _address(memory: Array) -> int:
     return int(memory.__array_interface__["data"][0])
 
@@ -235,9 +245,12 @@ def simulated(device: Simulated | None = None, **options: Any) -> Iterator[Simul
     device = device or Simulated(**options)
     before = accelerator._known.get(DEVICE)
     accelerator._known[DEVICE] = device
+    delay = Backoff.delay
+    Backoff.delay = _delay
     try:
         yield device
     finally:
+        Backoff.delay = delay
         del accelerator._known[DEVICE]
         if before is not None:
             accelerator._known[DEVICE] = before
