@@ -28,7 +28,7 @@ from mpdist.progress.backoff import Backoff
 
 DEVICE = Device("cuda", 0)
 
-# What a rank that waits does meanwhile, as fractions of what pieces of work take.
+# How long a rank that waits for a piece of work looks again at once, and how long it sleeps then at the most.
 HOT_SECONDS = 0.0003
 SLEEP_SECONDS = 0.0002
 
