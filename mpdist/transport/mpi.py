@@ -1,7 +1,7 @@
 """The MPI library: start, stop, abort, and one communicator's calls in mpdist's words.
 
-The only home of mpi4py; importing this module starts MPI, so everybody else
-imports it late. A Transport is a thin, non-blocking view of one MPI
+Here mpi4py is set up, before anything else of it is imported; importing this module
+starts MPI, so everybody imports it late. A Transport is a thin, non-blocking view of one MPI
 communicator: it takes Buffers, posts, and returns a Request whose `Test()` says
 whether it is complete. The request of a collective keeps its buffers alive, that
 of a message does not; requests belong to the Engine until MPI is done with them.
