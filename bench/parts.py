@@ -29,7 +29,7 @@ from mpdist.algorithms.shared.team import Team
 from mpdist.comm.operation import host_buffer
 
 if TYPE_CHECKING:
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 REPEATS = 500
 

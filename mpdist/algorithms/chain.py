@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer
     from mpdist.progress.collective import Steps
     from mpdist.progress.engine import Engine
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 Part = tuple["Buffer", int]
 

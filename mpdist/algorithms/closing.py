@@ -29,7 +29,8 @@ from mpdist.progress.receive import Receive
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.work import Work
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 # What a member tells each other one.
 SAYS_LAST = 1

@@ -23,7 +23,8 @@ from mpdist.progress.collective import Steps
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.engine import Engine
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 R = TypeVar("R")
 

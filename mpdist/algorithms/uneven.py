@@ -25,7 +25,8 @@ from mpdist.progress.collective import Steps
 
 if TYPE_CHECKING:
     from mpdist.memory.elements import Array
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 
 # MPICH moves 64 KiB at a look. A turn of the event loop takes as long as some of them: 16 MiB took twice the time.

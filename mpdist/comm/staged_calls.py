@@ -23,7 +23,8 @@ from mpdist.progress.collective import Collective, one_call
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Program, Steps, Words
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 
 def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ class Way(Enum):
     """MPI gets the array itself."""
 
 
-# Larger ones are more than one call with a simple type, see transport/mpi.py. Nobody has tried what those do here.
+# Larger ones are more than one call with a simple type, see `transport/arguments.py`. Nobody has tried those here.
 MAX_BYTES = 2**31 - 1
 
 # Programs that hand their arrays to one call of MPI, and look at none; reductions only if MPI does all of it.

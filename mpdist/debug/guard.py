@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Steps
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 R = TypeVar("R", bound=Receive)
 

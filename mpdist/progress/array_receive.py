@@ -19,7 +19,7 @@ from mpdist.progress.receive import EAGER_BYTES, Receive
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 
 class ArrayReceive(Receive):

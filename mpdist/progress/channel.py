@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from mpdist.progress.outbox import Outbox
     from mpdist.progress.roll import Signer
     from mpdist.progress.shown.showing import Showing
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 W = TypeVar("W", bound=Collective[Any])
 

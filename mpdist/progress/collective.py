@@ -21,7 +21,7 @@ from mpdist.progress.work import Requested, T, Work
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 Place = tuple[CodeType, int]
 """A code object and the index of an instruction in it; made into words only when asked."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
     from mpdist.memory.mark import Mark
     from mpdist.progress.collective import Steps
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from mpdist.progress import wire
 if TYPE_CHECKING:
     from mpdist.memory.mark import Mark
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 
 class Outbox:

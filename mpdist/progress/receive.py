@@ -24,7 +24,7 @@ from mpdist.progress.unbegun import Wrapped
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 # Up to this size a matched message has arrived with its envelope on both MPIs, so that MPI's blocking call only copies.
 EAGER_BYTES = 2048

@@ -9,7 +9,7 @@ from mpdist.progress.backoff import TURN_CREDIT
 from mpdist.progress.work import Requested, Work
 
 if TYPE_CHECKING:
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 _NOTHING: Iterator[Any] = iter(())  # exhausted: an await of it ends at once, with None
 

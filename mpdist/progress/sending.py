@@ -19,7 +19,7 @@ from mpdist.progress.send import Send, Sent, SentAndTurn
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.work import Work
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 # Out-of-band buffers of an object are copied behind its pickle where all of it is no larger than this.
 INLINE_OBJECT_BYTES = 64 * 1024

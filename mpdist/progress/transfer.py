@@ -23,7 +23,7 @@ from mpdist.progress.shown.taking import take_to_host
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 N = TypeVar("N")
 Octets = np.ndarray[Any, np.dtype[np.uint8]]

@@ -24,7 +24,7 @@ from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 T = TypeVar("T")
 Callback = tuple[Callable[["Work[Any]"], object], contextvars.Context | None, asyncio.AbstractEventLoop | None]

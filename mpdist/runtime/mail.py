@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 _END_SECONDS = 0.5
 

@@ -5,24 +5,16 @@ starts MPI, so everybody imports it late. A Transport is a thin, non-blocking vi
 communicator: it takes Buffers, posts, and returns a Request whose `Test()` says
 whether it is complete. The request of a collective keeps its buffers alive, that
 of a message does not; requests belong to the Engine until MPI is done with them.
-
-Two limits are hidden here. Open MPI counts with 32-bit integers, so larger
-blocks travel as one element of a derived type, and larger reductions in slices.
-bool is not a type that MPI adds, so its min, max and bitwise forms become logical.
+How a Buffer becomes what mpi4py's calls take: `arguments.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any
 from zlib import crc32
-
-import numpy as np
 
 from mpdist.transport.start_up import known_as_unavailable, without_network_cards
 
@@ -36,114 +28,29 @@ if "mpi4py.MPI" not in sys.modules:
 with known_as_unavailable(), without_network_cards(os.environ):
     from mpi4py import MPI
 
-from mpdist.errors import Unavailable, UsageError
+from mpdist.errors import UsageError
 from mpdist.memory import Buffer, as_buffer
+from mpdist.transport import arguments
+from mpdist.transport.arguments import (
+    BOOL_OPS,
+    DATATYPES,
+    MAX_COUNT,
+    OPS,
+    SLICE_COUNT,
+    blocks,
+    op_of,
+    sliced,
+    typed,
+    uneven,
+    whole,
+)
 from mpdist.transport.envelope import envelope
 from mpdist.transport.facts import FAMILIES
+from mpdist.transport.requests import Request, Requests, leases
 
-# Open MPI 5 has MPI 3.1's 32-bit counts; the slices are kept the same on every MPI.
-MAX_COUNT = 2**31 - 1
-SLICE_COUNT = 2**30
-
-
-class Request(Protocol):
-    """A posted operation."""
-
-    def Test(self) -> bool:
-        """Whether it is complete; making progress on the way."""
-
-
-class Leased(MPI.Request):
-    """A request that keeps alive what MPI reads and writes; mpi4py drops some of it, of reductions all."""
-
-    lease: object
-
-
-class Requests:
-    """Several requests as one."""
-
-    lease: object
-    __slots__ = ("_requests", "lease")
-
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = requests
-
-    def Test(self) -> bool:
-        while self._requests and self._requests[-1].Test():
-            self._requests.pop()
-        return not self._requests
-
-
-Post = TypeVar("Post", bound=Callable[..., Any])
-
-
-def leases(post: Post) -> Post:
-    """Let the request that a method returns keep the method's arguments alive."""
-
-    @functools.wraps(post)
-    def leasing(*arguments: Any) -> Any:
-        request = post(*arguments)
-        if isinstance(request, Leased | Requests):
-            return request
-        leased = Leased(request)
-        leased.lease = (request, arguments)
-        return leased
-
-    return leasing  # type: ignore[return-value]  # the same signature
-
-
-_DATATYPES: dict[str, MPI.Datatype] = {
-    "bool": MPI.C_BOOL,
-    "int8": MPI.INT8_T,
-    "int16": MPI.INT16_T,
-    "int32": MPI.INT32_T,
-    "int64": MPI.INT64_T,
-    "uint8": MPI.UINT8_T,
-    "uint16": MPI.UINT16_T,
-    "uint32": MPI.UINT32_T,
-    "uint64": MPI.UINT64_T,
-    "float32": MPI.FLOAT,
-    "float64": MPI.DOUBLE,
-    "complex64": MPI.C_FLOAT_COMPLEX,
-    "complex128": MPI.C_DOUBLE_COMPLEX,
-}
-
-_OPS: dict[str, MPI.Op] = {
-    "sum": MPI.SUM,
-    "prod": MPI.PROD,
-    "min": MPI.MIN,
-    "max": MPI.MAX,
-    "band": MPI.BAND,
-    "bor": MPI.BOR,
-    "bxor": MPI.BXOR,
-    "land": MPI.LAND,
-    "lor": MPI.LOR,
-    "lxor": MPI.LXOR,
-}
 IN_PLACE = MPI.IN_PLACE
-_IS_OPEN_MPI = FAMILIES.get(MPI.get_vendor()[0]) == "openmpi"
 fromaddress = MPI.buffer.fromaddress
-
-_BOOL_OPS = {**_OPS, "min": MPI.LAND, "max": MPI.LOR, "band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
-
-
-@lru_cache(maxsize=64)
-def _giant(nbytes: int) -> MPI.Datatype:
-    """A type of `nbytes` contiguous bytes, more than a 32-bit count can say."""
-    whole, rest = divmod(nbytes, SLICE_COUNT)
-    piece = MPI.BYTE.Create_contiguous(SLICE_COUNT)
-    body = piece.Create_contiguous(whole)
-    giant = MPI.Datatype.Create_struct([1, rest], [0, whole * SLICE_COUNT], [body, MPI.BYTE]).Create_resized(0, nbytes)
-    giant.Commit()
-    return giant
-
-
-def memory_of(buffer: Buffer) -> Any:
-    """The buffer as an object that mpi4py takes together with an explicit count and type."""
-    exporter = buffer.exporter
-    if exporter is not None:
-        return exporter
-    return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
+_IS_OPEN_MPI = FAMILIES.get(MPI.get_vendor()[0]) == "openmpi"
 
 
 class Transport:
@@ -172,10 +79,7 @@ class Transport:
         self.isend: Callable[[list[Any], int, int], Request] = comm.Isend
         self.improbe: Callable[[int, int, Any], Any] = comm.Improbe
 
-    @staticmethod
-    def memory_of(buffer: Buffer) -> Any:
-        """The buffer as an object that mpi4py takes together with an explicit count and type."""
-        return memory_of(buffer)
+    memory_of = staticmethod(arguments.memory_of)
 
     @staticmethod
     def together(requests: list[Request]) -> Request:
@@ -200,11 +104,11 @@ class Transport:
 
     @leases
     def isend_to(self, buffer: Buffer, dst: int, tag: int) -> Request:
-        return self.comm.Isend(_whole(buffer), dst, tag)
+        return self.comm.Isend(whole(buffer), dst, tag)
 
     @leases
     def ireceive_from(self, buffer: Buffer, src: int, tag: int) -> Request:
-        return self.comm.Irecv(_whole(buffer), src, tag)
+        return self.comm.Irecv(whole(buffer), src, tag)
 
     # ------------------------------------------------------------------ collectives
 
@@ -213,7 +117,7 @@ class Transport:
 
     @leases
     def ibroadcast(self, buffer: Buffer, src: int) -> Request:
-        return self.comm.Ibcast(_whole(buffer), src)
+        return self.comm.Ibcast(whole(buffer), src)
 
     def iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
         """Reduce x into out; x None: in place, and the caller keeps out alive."""
@@ -222,63 +126,58 @@ class Transport:
             memory = out.exporter
             if memory is None:
                 memory = fromaddress(out.address, out.nbytes)
-            ops = _BOOL_OPS if element.kind == "bool" else _OPS
-            return self.comm.Iallreduce(IN_PLACE, [memory, out.count, _DATATYPES[element.name]], ops[op])
+            ops = BOOL_OPS if element.kind == "bool" else OPS
+            return self.comm.Iallreduce(IN_PLACE, [memory, out.count, DATATYPES[element.name]], ops[op])
 
         return self._iall_reduce(x, out, op)
 
     @leases
     def _iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
         def post(source: Any, target: Any) -> Request:
-            return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, _op(op, out))
+            return self.comm.Iallreduce(MPI.IN_PLACE if source is None else source, target, op_of(op, out))
 
-        return _sliced(post, x, out)
+        return sliced(post, x, out)
 
     @leases
     def ireduce(self, x: Buffer, out: Buffer | None, op: str, dst: int) -> Request:
         def post(source: Any, target: Any) -> Request:
-            return self.comm.Ireduce(source, target, _op(op, x), dst)
+            return self.comm.Ireduce(source, target, op_of(op, x), dst)
 
-        return _sliced(post, x, out)
+        return sliced(post, x, out)
 
     @leases
     def iscan(self, x: Buffer, out: Buffer, op: str) -> Request:
-        return _sliced(lambda source, target: self.comm.Iscan(source, target, _op(op, x)), x, out)
+        return sliced(lambda source, target: self.comm.Iscan(source, target, op_of(op, x)), x, out)
 
     @leases
     def iexscan(self, x: Buffer, out: Buffer, op: str) -> Request:
-        return _sliced(lambda source, target: self.comm.Iexscan(source, target, _op(op, x)), x, out)
+        return sliced(lambda source, target: self.comm.Iexscan(source, target, op_of(op, x)), x, out)
 
     @leases
     def ireduce_scatter(self, x: Buffer, out: Buffer, op: str) -> Request:
         """Reduce x (size * out.count elements); rank r keeps block r."""
         if out.count <= SLICE_COUNT:
-            one = [memory_of(x), out.count, _DATATYPES[x.element.name]]  # mpi4py wants the size of one
-            return self.comm.Ireduce_scatter_block(one, _typed(out), _op(op, x))
-        whole = x.array()
-        blocks = [whole[r * out.count : (r + 1) * out.count] for r in range(self.size)]
-        return Requests(
-            [self._reduce_block(blocks[r], out if r == self.rank else None, op, r) for r in range(self.size)]
-        )
-
-    def _reduce_block(self, block: np.ndarray, out: Buffer | None, op: str, dst: int) -> Request:
-        return self.ireduce(as_buffer(block), out, op, dst)
+            one = [arguments.memory_of(x), out.count, DATATYPES[x.element.name]]  # mpi4py wants the size of one
+            return self.comm.Ireduce_scatter_block(one, typed(out), op_of(op, x))
+        array, n = x.array(), out.count
+        rows = [as_buffer(array[r * n : (r + 1) * n]) for r in range(self.size)]
+        return Requests([self.ireduce(rows[r], out if r == self.rank else None, op, r) for r in range(self.size)])
 
     @leases
     def igather(self, x: Buffer, out: Buffer | None, dst: int) -> Request:
-        return self.comm.Igather(_whole(x), None if out is None else _blocks(out, x.nbytes), dst)
+        return self.comm.Igather(whole(x), None if out is None else blocks(out, x.nbytes), dst)
 
     @leases
     def iscatter(self, x: Buffer | None, out: Buffer, src: int) -> Request:
-        return self.comm.Iscatter(None if x is None else _blocks(x, out.nbytes), _whole(out), src)
+        return self.comm.Iscatter(None if x is None else blocks(x, out.nbytes), whole(out), src)
 
     @leases
     def iall_gather(self, x: Buffer, out: Buffer) -> Request:
-        return self.comm.Iallgather(_whole(x), _blocks(out, x.nbytes))
+        return self.comm.Iallgather(whole(x), blocks(out, x.nbytes))
 
     @leases
     def iall_to_all(self, x: Buffer, out: Buffer) -> Request:
-        return self.comm.Ialltoall(_blocks(x, x.nbytes // self.size), _blocks(out, out.nbytes // self.size))
+        return self.comm.Ialltoall(blocks(x, x.nbytes // self.size), blocks(out, out.nbytes // self.size))
 
     # ------------------------------------------------------------------ uneven blocks
 
@@ -294,7 +193,7 @@ class Transport:
         dst: int,
         starts: Sequence[int] | None = None,
     ) -> Request:
-        return self.comm.Igatherv(_whole(x), None if out is None else _uneven(out, counts, unit, starts), dst)
+        return self.comm.Igatherv(whole(x), None if out is None else uneven(out, counts, unit, starts), dst)
 
     @leases
     def iscatterv(
@@ -306,13 +205,13 @@ class Transport:
         src: int,
         starts: Sequence[int] | None = None,
     ) -> Request:
-        return self.comm.Iscatterv(None if x is None else _uneven(x, counts, unit, starts), _whole(out), src)
+        return self.comm.Iscatterv(None if x is None else uneven(x, counts, unit, starts), whole(out), src)
 
     @leases
     def iall_gatherv(
         self, x: Buffer, out: Buffer, counts: Sequence[int], unit: int, starts: Sequence[int] | None = None
     ) -> Request:
-        return self.comm.Iallgatherv(_whole(x), _uneven(out, counts, unit, starts))
+        return self.comm.Iallgatherv(whole(x), uneven(out, counts, unit, starts))
 
     @leases
     def iall_to_allv(
@@ -325,12 +224,12 @@ class Transport:
         sent_starts: Sequence[int] | None = None,
         received_starts: Sequence[int] | None = None,
     ) -> Request:
-        return self.comm.Ialltoallv(_uneven(x, sent, unit, sent_starts), _uneven(out, received, unit, received_starts))
+        return self.comm.Ialltoallv(uneven(x, sent, unit, sent_starts), uneven(out, received, unit, received_starts))
 
     @leases
     def ireduce_scatterv(self, x: Buffer, out: Buffer, counts: Sequence[int], op: str) -> Request:
         """Reduce x, cut into blocks of `counts` elements; rank r keeps block r."""
-        return self.comm.Ireduce_scatter(_typed(x), _typed(out), list(counts), _op(op, x))
+        return self.comm.Ireduce_scatter(typed(x), typed(out), list(counts), op_of(op, x))
 
     # ------------------------------------------------------------------ communicators: these block until all call
 
@@ -390,65 +289,6 @@ class Transport:
 def _transport(comm: MPI.Comm) -> Transport:
     assert isinstance(comm, MPI.Intracomm)
     return Transport(comm)
-
-
-def _op(name: str, buffer: Buffer) -> MPI.Op:
-    return (_BOOL_OPS if buffer.element.kind == "bool" else _OPS)[name]
-
-
-def _typed(buffer: Buffer) -> list[Any]:
-    return [memory_of(buffer), buffer.count, _DATATYPES[buffer.element.name]]
-
-
-def _whole(buffer: Buffer) -> list[Any]:
-    return _blocks(buffer, buffer.nbytes)
-
-
-def _blocks(buffer: Buffer, block_nbytes: int) -> list[Any]:
-    """The buffer as equal blocks; mpi4py wants the size of one."""
-    if block_nbytes <= MAX_COUNT:
-        return [memory_of(buffer), block_nbytes, MPI.BYTE]
-    return [memory_of(buffer), 1, _giant(block_nbytes)]
-
-
-def _uneven(buffer: Buffer, counts: Sequence[int], unit: int, starts: Sequence[int] | None) -> list[Any]:
-    """The buffer as blocks of `counts` units that begin at `starts`, or lie one behind the other."""
-    if starts is None:
-        starts = list(accumulate(counts[:-1], initial=0))
-    if max(starts) > MAX_COUNT and MPI.VERSION < 4:
-        raise Unavailable(
-            f"uneven blocks of {sum(counts)} elements in all: this MPI counts with 32 bits, so their sum must stay "
-            f"below {MAX_COUNT}; use even blocks, or several calls"
-        )
-    # Open MPI copies a rank's block to itself at once if both sides have this type, else through memory of its own.
-    if (max(starts) + max(counts)) * unit <= MAX_COUNT:
-        counts, starts, unit = [count * unit for count in counts], [start * unit for start in starts], 1
-    return [memory_of(buffer), (list(counts), list(starts)), _word(unit)]
-
-
-@lru_cache(maxsize=32)
-def _word(nbytes: int) -> MPI.Datatype:
-    """A unit of `nbytes` bytes: with larger units the counts stay small."""
-    return MPI.BYTE if nbytes == 1 else MPI.BYTE.Create_contiguous(nbytes).Commit()
-
-
-def _sliced(post: Callable[[Any, Any], Request], x: Buffer | None, out: Buffer | None) -> Request:
-    """Post an element-wise operation, in slices where the count is too large for one call."""
-    buffer = x if out is None else out
-    assert buffer is not None
-    if buffer.count <= SLICE_COUNT:
-        return post(None if x is None else _typed(x), None if out is None else _typed(out))
-    datatype = _DATATYPES[buffer.element.name]
-
-    def piece(whole: Buffer | None, start: int) -> Any:
-        if whole is None:
-            return None
-        part = whole.array()[start : start + SLICE_COUNT]
-        return [part, part.size, datatype]
-
-    slices = Requests([post(piece(x, start), piece(out, start)) for start in range(0, buffer.count, SLICE_COUNT)])
-    slices.lease = (x, out)
-    return slices
 
 
 # ---------------------------------------------------------------------- the library

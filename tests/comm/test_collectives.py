@@ -23,7 +23,7 @@ from comm.reference import HALVES, ops_for, reduced, rounded
 
 import mpdist
 from mpdist import Communicator
-from mpdist.transport import mpi
+from mpdist.transport import arguments, mpi
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.limit(120)]
 
@@ -603,11 +603,12 @@ async def test_uneven_blocks_keep_their_shapes(comm: Communicator) -> None:
 @pytest.fixture
 def small_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What happens beyond 2**31 elements, at a few."""
-    mpi._giant.cache_clear()
-    monkeypatch.setattr(mpi, "SLICE_COUNT", 16)
-    monkeypatch.setattr(mpi, "MAX_COUNT", 31)
+    arguments._giant.cache_clear()
+    monkeypatch.setattr(arguments, "MAX_COUNT", 31)
+    for module in (arguments, mpi):
+        monkeypatch.setattr(module, "SLICE_COUNT", 16)
     yield
-    mpi._giant.cache_clear()
+    arguments._giant.cache_clear()
 
 
 async def test_reductions_beyond_the_largest_count(comm: Communicator, small_counts: None) -> None:

@@ -17,7 +17,7 @@ from mpdist.progress.array_receive import ArrayReceive
 from mpdist.progress.message import Message
 from mpdist.progress.receive import Receive
 from mpdist.progress.sending import posted
-from mpdist.transport.mpi import Request
+from mpdist.transport.requests import Request
 
 pytestmark = pytest.mark.ranks(2)
 

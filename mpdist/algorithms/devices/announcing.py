@@ -14,7 +14,7 @@ from mpdist.progress.collective import Collective, single_step
 
 if TYPE_CHECKING:
     from mpdist.progress.collective import Program, Steps, Words
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 
 class Teller(Protocol):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mpdist.algorithms.shared.one_round import Plan
     from mpdist.memory import Buffer
     from mpdist.progress.channel import Channel
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 
 def team_of(channel: Channel) -> Steps[Team | None]:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Steps
-    from mpdist.transport.mpi import Request
     from mpdist.transport.neighbours import Neighbours
+    from mpdist.transport.requests import Request
 
 STAGED, REDUCED, CONSUMED, GIVEN_UP = range(4)
 # The call, what must be the same on all: of collectives that begin with an even and with an odd round, for the next may

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpdist.progress.shown.showing import Showing
     from mpdist.progress.shown.ticket import Ticket
     from mpdist.progress.work import Work
-    from mpdist.transport.mpi import Request
+    from mpdist.transport.requests import Request
 
 # Sends look so often at the most which segments are gone: asking the driver about all takes as long as a send.
 REFRESH_SECONDS = 0.05

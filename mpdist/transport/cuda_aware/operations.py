@@ -17,7 +17,8 @@ from mpdist.memory.elements import Array
 
 if TYPE_CHECKING:
     from mpdist.memory.accelerator import Accelerator
-    from mpdist.transport.mpi import Request, Transport
+    from mpdist.transport.mpi import Transport
+    from mpdist.transport.requests import Request
 
 # So small that they travel with their envelope, and so large that they do not.
 COUNTS = (5, 300_000)
