@@ -29,6 +29,7 @@ class Algorithm(Enum):
     """Shared memory within each node, MPI between them."""
 
 
+NEVER = sys.maxsize
 KIB = 1024
 BUSY_BYTES = 32 * 1024 * KIB
 """From here on MPI's call would hold the event loop for 3 ms and more, and is not faster any more."""
@@ -59,6 +60,9 @@ SHARED_FROM: dict[str, dict[str, int]] = {
         "all_to_all": BUSY_BYTES,
     },
 }
+# The same where a node has more ranks than cores: there each exchange waits for others to get a core, and shared memory
+# takes one of them. 4 ranks on 2 cores.
+SHARED_FROM_ON_SCARCE_CORES: dict[str, int] = {"all_reduce": 0, "reduce_scatter": 0}
 # Between nodes the link decides: each byte crosses it once instead of once for each rank. Between 2 hosts with 2 ranks
 # each MPI's own call takes a third to three quarters of the time at 64 KiB, and mostly more at 256 KiB.
 HIERARCHICAL_FROM: dict[str, int] = {
@@ -79,6 +83,15 @@ SPREAD_FROM: dict[str, tuple[int, int]] = {
     "all_to_all": (1024 * KIB, 3),
 }
 OPERATIONS = tuple(SHARED_FROM["mpich"])
+
+# By which name the size is known from which on a reduction takes another algorithm.
+PLAIN = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}
+# Where MPI's call is not all, shared memory from 0 bytes on: one round of it does all, and what comes before and after
+# MPI's call (integers in the place of numbers to be compared, for example) takes longer than the call.
+INDIRECT = {op: f"indirect {op}" for op in PLAIN}
+# With premul_sum shared memory takes several steps, which is too much for few bytes.
+SCALED = {op: f"scaled {op}" for op in PLAIN}
+SCALED_FROM = 8 * KIB
 
 
 @dataclass(frozen=True)
@@ -142,6 +155,21 @@ def starts(op: str, layout: Layout, thresholds: Thresholds) -> tuple[int, Algori
     return (table[op], algorithm) if op in table else None
 
 
+def sizes(layout: Layout, thresholds: Thresholds) -> tuple[Algorithm, dict[str, int]]:
+    """Which algorithm takes the place of MPI's own calls, and from how many bytes on; NEVER: for no size.
+
+    Returns:
+        It, and the sizes by name: operations, and what PLAIN, INDIRECT and SCALED call them.
+    """
+    found = {op: starts(op, layout, thresholds) for op in OPERATIONS}
+    algorithm = next((start[1] for start in found.values() if start is not None), Algorithm.SHARED)
+    start_of = {op: NEVER if start is None else start[0] for op, start in found.items()}
+    is_shared = found["all_reduce"] is not None and algorithm is Algorithm.SHARED
+    indirect = {INDIRECT[op]: 0 if is_shared else start_of[op] for op in PLAIN}
+    least = SCALED_FROM if is_shared and thresholds.forced is None else 0
+    return algorithm, start_of | indirect | {SCALED[op]: max(start_of[op], least) for op in PLAIN}
+
+
 def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) -> Thresholds:
     """The thresholds of this machine: measured ones where there are, else those of the table above.
 
@@ -157,8 +185,10 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
     """
     measured = _measured(Path(path), mpi, ranks, cores) if path else _measured_here(mpi, ranks, cores)
     known = built_in(mpi)
+    scarce = SHARED_FROM_ON_SCARCE_CORES if ranks > cores else {}
+    shared = {**known["shared"], **scarce, **measured.get("shared", {})}
     return Thresholds(
-        {op: min(nbytes, BUSY_BYTES) for op, nbytes in {**known["shared"], **measured.get("shared", {})}.items()},
+        {op: min(nbytes, BUSY_BYTES) for op, nbytes in shared.items()},
         {**known["hierarchical"], **measured.get("hierarchical", {})},
         None if forced == "auto" else Algorithm(forced),
     )

@@ -7,12 +7,14 @@ after    half types are narrowed, rounded once; avg divides; integers become num
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpdist.algorithms.choose import INDIRECT, PLAIN, SCALED
 from mpdist.memory import (
     Buffer,
     Element,
@@ -23,6 +25,7 @@ from mpdist.memory import (
     from_integers,
     to_integers,
 )
+from mpdist.memory.scalars import SCALAR_FOLDS, SCALAR_FORMATS
 
 if TYPE_CHECKING:
     from mpdist.memory.elements import Array
@@ -55,9 +58,14 @@ class Reduction:
         return cls(op, element, size, "sum" if scaled else op.name, is_compared, is_direct)
 
     @cached_property
-    def is_indirect(self) -> bool:
-        """Whether it takes more than MPI's call, but one round of shared memory does it."""
-        return not self.is_direct and self.op.factor is None
+    def sized_as(self) -> Mapping[str, str]:
+        """By which name the size is known from which on an operation takes another algorithm than MPI's call."""
+        return PLAIN if self.is_direct else INDIRECT if self.op.factor is None else SCALED
+
+    @cached_property
+    def has_scalars(self) -> bool:
+        """Whether Python does it number by number."""
+        return self.element.name in SCALAR_FORMATS and self.op.name in SCALAR_FOLDS
 
     @cached_property
     def folder(self) -> Folder:

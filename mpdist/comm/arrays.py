@@ -32,7 +32,7 @@ class Arrays(Operations):
     Attributes:
         _ordered: programs that reduce in the order of ranks.
         _large: programs that take the place of MPI's own calls for large arrays.
-        _large_from: from how many bytes on, for each operation; barrier: 0 or never; see table.INDIRECT.
+        _large_from: from how many bytes on, for each operation; barrier: 0 or never; see `choose.sizes`.
     """
 
     _ordered: ModuleType

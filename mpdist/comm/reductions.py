@@ -15,7 +15,6 @@ from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared import plans
 from mpdist.algorithms.shared.team import Team
-from mpdist.algorithms.table import INDIRECT
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, op_to_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
@@ -66,7 +65,7 @@ class Reductions(Arrays):
                 if isinstance(how, Reduction):
                     channel, nbytes = self._channel, target.nbytes
                     words = (reduction_text, nbytes, how)
-                    if nbytes >= self._large_from[INDIRECT["all_reduce"] if how.is_indirect else "all_reduce"]:
+                    if nbytes >= self._large_from[how.sized_as["all_reduce"]]:
                         team = channel.team
                         plan = plans.all_reduce(team, how, nbytes) if isinstance(team, Team) else None
                         if plan is not None:
@@ -80,7 +79,7 @@ class Reductions(Arrays):
                                 source or target,
                                 target,
                                 caller=2,
-                                is_native=False,
+                                is_native=not plan.is_compared,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
                         return channel.post("all_reduce", program, details, channel, source, target, how)
@@ -208,7 +207,7 @@ class Reductions(Arrays):
 
     def _is_large(self, op: str, how: Reduction, nbytes: int) -> bool:
         """Whether it takes another way than MPI's own call."""
-        return nbytes >= self._large_from[INDIRECT[op] if how.is_indirect else op]
+        return nbytes >= self._large_from[how.sized_as[op]]
 
     def _post_reduction(
         self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any

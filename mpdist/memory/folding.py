@@ -118,6 +118,15 @@ class Folder:
                 fold_part = self._fold_one if self._is_odd_alone and part.start == count - 1 else block
                 fold_part([x[part] for x in sources], [out[part] for out in outs])
 
+    def fold_apart(self, sources: Sequence[Array], out: Array) -> None:
+        """As `fold`, into memory that none of the sources has: several small plain ones in half of the time."""
+        if self.pair is None or len(sources) == 1 or len(out) > self._limit:
+            self.fold(sources, (out,))
+            return
+        QUIET.call(self.pair, sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            QUIET.call(self.pair, out, source, out=out)
+
     def calls_for_pair(self, first: Array, second: Array, out: Array) -> list[Callable[[], object]]:
         """These steps, each to be made once and in this order; see `pair_steps`."""
         calls: list[Callable[[], object]] = [partial(QUIET.call, self._ufunc, first, second, out=out)]

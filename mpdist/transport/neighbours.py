@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,11 @@ class Neighbours:
 
     def words(self, world_rank: int, offset: int, count: int) -> memoryview:
         """64-bit words of a rank's arena: each is read or written in one piece."""
-        return memoryview(self._maps[world_rank])[offset : offset + 8 * count].cast("q")
+        return self.numbers(world_rank, offset, 8 * count, "q")
+
+    def numbers(self, world_rank: int, offset: int, nbytes: int, form: str) -> memoryview[Any]:
+        """Memory of a rank's arena, as numbers of a format of `struct`."""
+        return memoryview(self._maps[world_rank])[offset : offset + nbytes].cast(form)  # type: ignore[call-overload, no-any-return]  # one of them
 
     def array(self, world_rank: int, offset: int, count: int, dtype: npt.DTypeLike) -> Array:
         """`count` elements of a rank's arena."""

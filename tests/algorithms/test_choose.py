@@ -129,6 +129,14 @@ def test_without_a_file_the_built_in_table_holds(mpi: str) -> None:
     assert set(found.shared) == set(OPERATIONS)
 
 
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_where_ranks_share_cores_reductions_take_shared_memory_from_the_first_byte_on(mpi: str, tmp_path: Path) -> None:
+    found = read_thresholds("auto", "", mpi, 3, 2).shared
+    assert found == SHARED_FROM[mpi] | {"all_reduce": 0, "reduce_scatter": 0}
+    path = write(tmp_path / "tuning.json", table(mpi, 3, 2, all_reduce={"shared_from": 512}))
+    assert read_thresholds("auto", path, mpi, 3, 2).shared["all_reduce"] == 512  # what was measured holds
+
+
 def test_an_unknown_mpi_gets_a_table_too() -> None:
     assert read_thresholds("auto", "", "intel", 2, 2).shared == SHARED_FROM["mpich"]
 

@@ -26,7 +26,7 @@ def team_of(line: Line, monkeypatch: pytest.MonkeyPatch) -> Any:
     team = Team.__new__(Team)
     team.fence, team.others = None, [line]  # type: ignore[list-item]  # reads like one
     team.shared = SimpleNamespace(fence=None)  # type: ignore[assignment]  # all that is asked for
-    monkeypatch.setattr(Team, "_deserted", lambda team: CommRevoked("in vain"))
+    monkeypatch.setattr(Team, "deserted", lambda team: CommRevoked("in vain"))
     return team
 
 

@@ -12,6 +12,7 @@ from algorithms.forcing import NATIVE, forced
 
 import mpdist
 from mpdist import Communicator
+from mpdist.algorithms.choose import Thresholds
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -78,8 +79,11 @@ async def test_another_op_root_or_operation(comm: Communicator) -> None:
         await differing(made, lambda comm, x: comm.barrier(), lambda comm, x: comm.all_gather_object(1), "object")
 
 
-async def test_a_large_array_where_the_others_have_a_small_one(comm: Communicator) -> None:
+async def test_a_large_array_where_the_others_have_a_small_one(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The large one goes another way than MPI's, where it would wait for ever."""
+    monkeypatch.setattr(comm._channel.engine, "thresholds", Thresholds({"all_reduce": 8192}))
     made = await comm.dup()
     async with made:
         await differing(

@@ -17,7 +17,7 @@ from comm.test_devices import check
 from memory.simulated import DeviceArray, Simulated
 
 import mpdist
-from mpdist.algorithms.choose import Thresholds
+from mpdist.algorithms.choose import SHARED_FROM, Thresholds
 from mpdist.comm import staging
 from mpdist.config import DEVICE_OPERATIONS
 from mpdist.memory.pinned import Pinned
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 Comm = mpdist.Communicator
 ALL = ",".join(DEVICE_OPERATIONS)
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_are_mpis(world: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where cores are scarce; before `comm` is made, which then goes by it."""
+    monkeypatch.setattr(world._channel.engine, "thresholds", Thresholds(SHARED_FROM["mpich"]))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from mpdist.algorithms.shared.pace import Pace
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(240)]
 
 FILES = (
+    "few",
     "one_round",
     "broadcast",
     "reduce_scatter",
@@ -33,8 +34,9 @@ FILES = (
     "moving",
 )
 
-# Elements of float32, and the way where there is a choice: small, short without and with it, and sliced.
+# Elements of float32, and the way where there is a choice: few, small, short without and with it, and sliced.
 CASES = (
+    pytest.param(2, True, marks=pytest.mark.ranks(2)),
     pytest.param(500, True, marks=pytest.mark.ranks(2)),
     pytest.param(16_000, True, marks=pytest.mark.ranks(2)),
     pytest.param(30_000, False, marks=pytest.mark.ranks(2)),

@@ -116,8 +116,8 @@ async def test_a_rank_whose_array_is_small_enough_for_another_way(comm: Communic
             await made.all_reduce(np.ones(COUNT + number))
         for number in range(3):
             is_small = made.rank == made.size - 1
-            x = np.ones(5 + number if is_small else COUNT + number)
-            with pytest.raises(mpdist.SizeMismatch, match=rf"rank 0: {8 * COUNT + 8 * number}, .*{40 + 8 * number}\)"):
+            x = np.ones(20 + number if is_small else COUNT + number)
+            with pytest.raises(mpdist.SizeMismatch, match=rf"rank 0: {8 * COUNT + 8 * number}, .*{160 + 8 * number}\)"):
                 await made.all_reduce(x)
             assert (x == 1).all()
             assert (await made.all_reduce(np.ones(COUNT)) == made.size).all()
@@ -130,12 +130,12 @@ async def test_a_rank_whose_array_is_so_small_that_it_has_one_round(comm: Commun
         made = await comm.dup()
         for number in range(before):
             await made.all_reduce(np.ones(COUNT + number))
-        x = np.ones(5 if made.rank == made.size - 1 else COUNT)
+        x = np.ones(20 if made.rank == made.size - 1 else COUNT)
         works = [made.all_reduce(x)]
         if made.rank == made.size - 1:
             works.append(made.all_reduce(x))  # it is under way when the first fails
         for work in works:
-            with pytest.raises(mpdist.SizeMismatch, match=f"rank 0: {8 * COUNT}, .*: 40\\)"):
+            with pytest.raises(mpdist.SizeMismatch, match=f"rank 0: {8 * COUNT}, .*: 160\\)"):
                 await work
         assert (x == 1).all()
         with pytest.raises(mpdist.ClosedError, match="out of step"):

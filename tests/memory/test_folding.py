@@ -81,6 +81,17 @@ def test_folding_is_step_by_step_reduction(name: str, element: Element, ranks: i
     assert [x.tobytes() for x in sources] == before
 
 
+@pytest.mark.parametrize("count", [0, 1, 1000, 300_000])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "element"), GRID, ids=str)
+def test_into_memory_of_its_own_the_bits_are_the_same(name: str, element: Element, ranks: int, count: int) -> None:
+    sources = [some(element, count, seed) for seed in range(ranks)]
+    folder, (out, apart) = Folder(as_op(name), element, ranks), np.zeros((2, count), element.storage)
+    folder.fold(sources, (out,))
+    folder.fold_apart(sources, apart)
+    assert apart.tobytes() == out.tobytes()
+
+
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_a_destination_may_be_any_source(element: Element, place: int) -> None:

@@ -6,7 +6,7 @@ posting. Several may be under way; each begins when those before it are over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word
 from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, REDUCED, STAGED, Team
@@ -23,6 +23,7 @@ class Plan:
 
     Attributes:
         request: makes one of them.
+        is_compared: whether members that call anything else of their team, but a barrier, hear of it by themselves.
         call: its word, but for the number of the round.
         op: the operation, for texts.
         count: elements; nbytes: of them.
@@ -33,7 +34,8 @@ class Plan:
 
     __slots__ = ("call", "count", "credit", "element", "nbytes", "op", "slots")
 
-    request: type[OneRound]
+    request: type[Any]
+    is_compared = True
 
     def __init__(self, team: Team, op: str, element: Element, nbytes: int) -> None:
         self.op = op

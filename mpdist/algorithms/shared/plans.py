@@ -1,10 +1,11 @@
-"""Plans: which collectives take one round of their team, as a request, and how."""
+"""Plans: which collectives of a team are a single request, and how."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms.shared.broadcast import BroadcastPlan
+from mpdist.algorithms.shared.few import FEW_BYTES, FewPlan
 from mpdist.algorithms.shared.one_round import AllReducePlan, Plan
 from mpdist.algorithms.shared.reduce_scatter import ReduceScatterPlan
 from mpdist.algorithms.shared.short import ShortPlan
@@ -31,8 +32,11 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     plan = team.plans.get((how, nbytes))
     if plan is not None or how.op.factor is not None:
         return plan
-    if nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
-        kind: type[AllReducePlan] = SmallPlan
+    kind: type[AllReducePlan]
+    if nbytes <= FEW_BYTES and how.has_scalars:
+        kind = FewPlan
+    elif nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
+        kind = SmallPlan
     elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair_steps and IS_ONE_CALL:
         kind = ShortPlan
     elif team.size > 2 and nbytes <= min(SLOT_BYTES, team.size * RESULT_BYTES):

@@ -64,7 +64,7 @@ class ReduceScatterPlan(Plan):
             rows = [self.slots.part(side, member, at, start, count) for member, at in enumerate(self._at)]
         sources = [*rows]
         sources[self.rank] = x[self.mine]
-        self.folder.fold(sources, (out,))
+        self.folder.fold_apart(sources, out)
 
 
 class ReduceScatter(TwoWays):

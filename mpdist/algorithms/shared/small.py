@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.one_round import AllReducePlan, OneRound
 from mpdist.algorithms.shared.team import CALL_AT, GIVEN_UP, STAGED, Team
-from mpdist.memory.quiet import QUIET
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
@@ -28,11 +27,10 @@ class SmallPlan(AllReducePlan):
         sources: [round % 2][member], the arrays in their slots; own: this member's.
     """
 
-    __slots__ = ("_pair", "is_spread", "own", "sources")
+    __slots__ = ("is_spread", "own", "sources")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
-        self._pair = how.folder.pair if team.size == 2 else None
         self.is_spread = nbytes >= SPREAD_BYTES
         self.sources = [[slot[: self.count] for slot in side] for side in self.slots.inputs]
         self.own = [side[team.rank] for side in self.sources]
@@ -42,10 +40,7 @@ class SmallPlan(AllReducePlan):
         sources = self.sources[side]
         if self.is_spread:
             sources = [self.slots.shown(side, member)[: out.size] for member in range(len(sources))]
-        if self._pair is not None:
-            QUIET.call(self._pair, sources[0], sources[1], out=out)
-        else:
-            self.folder.fold(sources, (out,))
+        self.folder.fold_apart(sources, out)
 
 
 class SmallAllReduce(OneRound):

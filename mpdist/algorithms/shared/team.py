@@ -39,6 +39,7 @@ from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
+    from mpdist.algorithms.shared.few import Few
     from mpdist.algorithms.shared.moving import Memory
     from mpdist.algorithms.shared.one_round import OneRound, Plan
     from mpdist.memory import Buffer, Element
@@ -63,7 +64,11 @@ FAILED = FACTS_AT + 2 * FACTS
 SHOWN, READ = FAILED + 1, FAILED + 2
 TAKEN, BARRIER = READ + 1, READ + 2
 _WORDS = BARRIER + 1
-HEAD_BYTES = 256
+# Lines of the cache for a few numbers each, and one for how far a member has read them, see `few`.
+LINES = 4
+LINE_BYTES = 64
+LINES_AT = 256
+HEAD_BYTES = LINES_AT + (LINES + 1) * LINE_BYTES
 
 # What a member shows of private memory in one round: two of them, and two halves for what it has reduced, stay in a
 # core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
@@ -159,6 +164,7 @@ class Team:
         plans: of them, by what they do and on how many bytes.
         were_mapped: whether the arrays of the last sliced all_reduce, or short one without a pace, were mapped by all.
         paces: of each operation, by which way a pair's private memory goes.
+        few: what its all_reduces of a few numbers have in common; made for the first.
         spread: where this member's rounds begin.
         shown: rounds that its members have shown within collectives so far.
     """
@@ -194,6 +200,7 @@ class Team:
         self.under_way: deque[OneRound] = deque()
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        self.few: Few | None = None
         self.shown = 0
         self.were_mapped = False
 
@@ -317,7 +324,7 @@ class Team:
                 break
         else:
             return None
-        return misfit(self.channel.where(), {self._rank_of(each): self._lines[each][at] for each in members}, mine)
+        return misfit(self.channel.where(), {self.rank_of(each): self._lines[each][at] for each in members}, mine)
 
     def are_in_step(self) -> bool:
         """Whether all members are in the same single round; then they can fail together and go on."""
@@ -333,7 +340,7 @@ class Team:
 
     def undone(self, op: str, number: int) -> CommunicationError | None:
         """Why a collective that began with this round has no result; all have ended it. None: it has one."""
-        failed = sorted(self._rank_of(member) for member, line in enumerate(self._lines) if line[FAILED] == number)
+        failed = sorted(self.rank_of(member) for member, line in enumerate(self._lines) if line[FAILED] == number)
         if not failed:
             return None
         listed = ", ".join(map(str, failed))
@@ -352,11 +359,11 @@ class Team:
         if self.fence is not None:
             self.fence()
         if line[word] < to_round:  # still: it may have come since it was looked at, and given up after that
-            raise self._deserted()
+            raise self.deserted()
 
-    def _deserted(self) -> MpdistError:
+    def deserted(self) -> MpdistError:
         """Why this member waits in vain for one that has given up; so it gives up, too."""
-        gone = [str(self._rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
+        gone = [str(self.rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
         self.give_up()
         at = self._call_at()
         come = [member for member, line in enumerate(self._lines) if begin_alike([line[at], self.mine[at]])]
@@ -365,7 +372,8 @@ class Team:
             "because the ranks' calls did not go together"
         )
 
-    def _rank_of(self, member: int) -> int:
+    def rank_of(self, member: int) -> int:
+        """A member's rank in the communicator."""
         return self.channel.world_ranks.index(self.members[member].world_rank)
 
     def _call_at(self) -> int:
@@ -398,6 +406,11 @@ class Team:
             return self.shared.array(world_rank, place, count, dtype)
         assert self.shared.reach is not None
         return Remote(self.shared.reach, world_rank, PRIVATE - place, count, dtype)
+
+    def lines(self, form: str) -> list[memoryview[Any]]:
+        """Each member's lines, as numbers of this format."""
+        nbytes = HEAD_BYTES - LINES_AT
+        return [self.shared.numbers(rank, offset + LINES_AT, nbytes, form) for rank, offset in self.members]
 
     def slots(self, element: Element) -> Slots:
         """Where private memory is shown, as arrays of this type."""
