@@ -66,6 +66,8 @@ class Few:
         """Whether all have read what the line of this one had before."""
         if self.known < number - LINES:
             self.known = min(line[_READ_AT] for line in self.lines)
+            if self.fence is not None:
+                self.fence()
         return self.known >= number - LINES
 
     def misfit(self, number: int) -> MpdistError | None:
@@ -192,6 +194,8 @@ class FewAllReduce:
             at += 1
         if type(numbers.obj) is bytearray:
             self._put_back(numbers)
+        if few.fence is not None:
+            few.fence()
         mine[_READ_AT] = number
         if not word_at:
             few.team.ring()  # who waits for a line
