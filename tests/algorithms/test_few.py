@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ def member() -> tuple[Any, list[tuple[str, int | str]], memoryview[Any]]:
     team: Any = SimpleNamespace(rank=0, size=2, few=None, others=[], fence=lambda: log.append(("fence", "")))
     team.lines = lambda form: [Line(each, form, name, log) for each, name in zip(memories, ("my", "its"), strict=True)]
     team.slots = lambda element: None
+    team.channel = SimpleNamespace(engine=SimpleNamespace(lock=nullcontext()))
     team.ring = lambda: log.append(("ring", ""))
     return team, log, memoryview(memories[1]).cast("q")
 

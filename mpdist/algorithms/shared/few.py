@@ -95,9 +95,9 @@ class FewPlan(AllReducePlan):
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
-        if team.few is None:
-            team.few = Few(team)
-        self.few: Few = team.few
+        with team.channel.engine.lock:  # of several threads that post the first, one makes it
+            few = team.few = team.few or Few(team)
+        self.few = few
         form, itemsize = SCALAR_FORMATS[how.element.name], how.element.itemsize
         self.fold = SCALAR_FOLDS[how.op.name]
         self.terms = how.size if how.op.name == "avg" else 0
