@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from algorithms.forcing import SHARED, forced, replaced
-from comm.arrays import torch_library
 from comm.reference import ops_for, reduced
 
 import mpdist
@@ -103,7 +102,7 @@ MAKERS: dict[str, Callable[[Communicator], Any]] = {
     "unaligned": lambda comm: unaligned(),
     "array.array": lambda comm: array.array("f", [0, 0, 0]),
     "comm.empty": lambda comm: comm.empty(3, np.float32),
-    "torch": lambda comm: torch_library().make(np.zeros(3, np.float32), "float32"),
+    "torch": lambda comm: pytest.importorskip("torch").zeros(3),
     "torch, unaligned": lambda comm: pytest.importorskip("torch").from_numpy(unaligned()),
 }
 
