@@ -135,7 +135,7 @@ class Parts:
     def posting(self, op: str, words: Any) -> Part:
         """A collective of nothing."""
         channel = self.channel
-        return awaiting(lambda: channel.post_direct(op, words, None, lambda: COMPLETE, caller=1, is_native=None))
+        return awaiting(lambda: channel.post_direct(op, words, None, lambda: COMPLETE, caller=1, is_unchecked=None))
 
 
 async def main(world: mpdist.Communicator, rounds: int) -> None:

@@ -61,7 +61,7 @@ class Arrays(Operations):
             plan = plan_of(team, *key)
             if plan is not None:
                 return channel.post_direct(
-                    op, words, result, plan.request, team, plan, *arrays, caller=CALLER + 1, is_native=False
+                    op, words, result, plan.request, team, plan, *arrays, caller=CALLER + 1, is_unchecked=False
                 )
         return channel.post(op, getattr(self._large, op), partial(words[0], *words[1:]), channel, *arguments)
 

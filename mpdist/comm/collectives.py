@@ -36,7 +36,7 @@ class Collectives(Reductions):
             if isinstance(channel.team, Team):
                 # Against another call it waits, and is reported; comparing it would take a sixth of its time.
                 enter = channel.team.enter_barrier
-                return channel.post_direct("barrier", (str,), None, enter, caller=2, is_native=None)
+                return channel.post_direct("barrier", (str,), None, enter, caller=2, is_unchecked=None)
             return channel.post("barrier", self._large.barrier, str, channel)
         except UsageError as error:
             raise self._explained("barrier", error) from error.__cause__

@@ -14,6 +14,7 @@ from mpdist.algorithms import native
 from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared import plans
+from mpdist.algorithms.shared.few import are_few
 from mpdist.algorithms.shared.team import Team
 from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, op_to_text, reduction_text
 from mpdist.comm.operation import OnDevice, host_buffer, operation
@@ -66,7 +67,7 @@ class Reductions(Arrays):
                     channel, nbytes = self._channel, target.nbytes
                     words = (reduction_text, nbytes, how)
                     if nbytes >= self._large_from[how.sized_as["all_reduce"]]:
-                        team = channel.team
+                        team, is_unchecked = channel.team, are_few(how, nbytes)
                         plan = plans.all_reduce(team, how, nbytes) if isinstance(team, Team) else None
                         if plan is not None:
                             return channel.post_direct(
@@ -79,10 +80,12 @@ class Reductions(Arrays):
                                 source or target,
                                 target,
                                 caller=2,
-                                is_native=not plan.is_compared,
+                                is_unchecked=is_unchecked,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
-                        return channel.post("all_reduce", program, details, channel, source, target, how)
+                        return channel.post(
+                            "all_reduce", program, details, channel, source, target, how, is_unchecked=is_unchecked
+                        )
                     if how.is_direct:
                         call = channel.transport.iall_reduce
                         return channel.post_direct(
@@ -101,8 +104,10 @@ class Reductions(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op))
         if isinstance(how, Reduction):
-            is_large = self._is_large("all_reduce", how, target.nbytes)
-            return self._post_reduction("all_reduce", details, deterministic, is_large, source, target, how)
+            is_large, is_unchecked = self._is_large("all_reduce", how, target.nbytes), are_few(how, target.nbytes)
+            return self._post_reduction(
+                "all_reduce", details, deterministic, is_large, source, target, how, is_unchecked=is_unchecked
+            )
         return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
     @operation
@@ -210,13 +215,21 @@ class Reductions(Arrays):
         return nbytes >= self._large_from[how.sized_as[op]]
 
     def _post_reduction(
-        self, op: str, details: Callable[[], str], deterministic: bool, is_large: bool, *arguments: Any
+        self,
+        op: str,
+        details: Callable[[], str],
+        deterministic: bool,
+        is_large: bool,
+        *arguments: Any,
+        is_unchecked: bool = False,
     ) -> Work[Any]:
+        """is_unchecked: whether what takes the place of MPI's own call compares nothing by itself."""
         channel = self._channel
         if deterministic:
             return channel.post(op, getattr(self._ordered, op), details, channel, *arguments)
         if is_large:
-            return channel.post(op, getattr(self._large, op), details, channel, *arguments)
+            program = getattr(self._large, op)
+            return channel.post(op, program, details, channel, *arguments, is_unchecked=is_unchecked)
         return channel.post(op, getattr(native, op), details, *arguments)
 
     def _reduction(self, op: OpLike, buffer: Buffer) -> Reduction | ReduceOp:

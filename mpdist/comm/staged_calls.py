@@ -97,11 +97,18 @@ class StagedChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._operations._channel, name)
 
-    def post(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Collective[Any]:
+    def post(
+        self,
+        op: str,
+        program: Program,
+        details: Callable[[], str],
+        *arguments: Any,
+        is_unchecked: bool | None = None,
+    ) -> Collective[Any]:
         real: Channel = self._operations._channel
         kept = [self._without_staging(argument) for argument in arguments]
         steps = partial(_program, self._staging, real, op, program, kept)
-        return real.post(op, steps, details, kind=DeviceCollective)
+        return real.post(op, steps, details, kind=DeviceCollective, is_unchecked=is_unchecked)
 
     def post_direct(
         self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, **_: object

@@ -139,13 +139,13 @@ class Channel:
         details: Callable[[], str],
         *arguments: Any,
         kind: type[W] = Collective,  # type: ignore[assignment]  # a default of a type variable
-        is_native: bool | None = None,
+        is_unchecked: bool | None = None,
     ) -> W:
         """Post a collective, in program order; the arguments are checked.
 
         Args:
             details: makes its text; it keeps no array alive, for it is remembered longer than the collective.
-            is_native: whether it is MPI's own; if not said, those of a single step are.
+            is_unchecked: whether it compares nothing by itself; if not said, those of a single step, MPI's own.
         """
         if self.broken:
             self.check_usable(op)
@@ -162,7 +162,7 @@ class Channel:
         work._place = user_place()
         with self.engine.lock:
             if self.signer is not None and op != "close":  # a rank may close what others are still about to use
-                self.signer.sign_made(self.sequence + 1, op, details, single if is_native is None else is_native)
+                self.signer.sign_made(self.sequence + 1, op, details, single if is_unchecked is None else is_unchecked)
             self.sequence += 1
             work.sequence = self.sequence
             self.recent.append((op, (details,), work._place))
@@ -186,15 +186,15 @@ class Channel:
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = CALLER,
-        is_native: bool | None = True,
+        is_unchecked: bool | None = True,
     ) -> Collective[Any]:
         """Post a collective that is one call, whose result is known; the arguments are checked.
 
         Args:
-            is_native: whether it is MPI's own; None: it is not, and is not compared with other ranks' calls.
+            is_unchecked: whether it compares nothing by itself, as MPI's own; None: so, and nor is it compared here.
         """
         if self._running is not None or self._queue or self.check is not None or self.broken:
-            return self._post_indirect(op, words, result, call, arguments, is_native)
+            return self._post_indirect(op, words, result, call, arguments, is_unchecked)
         engine = self.engine
         ticking = engine.ticking
         task = known_tasks.get(ticking.loop) if ticking.thread == get_ident() else None
@@ -209,9 +209,9 @@ class Channel:
         work._place = place = (frame.f_code, frame.f_lasti)
         with engine.lock:
             if self._running is not None or self._queue:  # by another thread, since it was looked at
-                return self._post_indirect(op, words, result, call, arguments, is_native)
-            if self.signer is not None and is_native is not None:
-                self.signer.sign(self.sequence + 1, op, words, is_native)
+                return self._post_indirect(op, words, result, call, arguments, is_unchecked)
+            if self.signer is not None and is_unchecked is not None:
+                self.signer.sign(self.sequence + 1, op, words, is_unchecked)
             work._request = call(*arguments)
             self.sequence += 1
             work.sequence = self.sequence
@@ -235,10 +235,11 @@ class Channel:
         result: Any,
         call: Callable[..., Request],
         arguments: tuple[Any, ...],
-        is_native: bool | None,
+        is_unchecked: bool | None,
     ) -> Collective[Any]:
         describe, *rest = words
-        return self.post(op, one_call, partial(describe, *rest), call, arguments, result, is_native=bool(is_native))
+        details = partial(describe, *rest)
+        return self.post(op, one_call, details, call, arguments, result, is_unchecked=bool(is_unchecked))
 
     def post_apart(self, work: W) -> W:
         """Post a program that has no place in the order of this channel's collectives."""

@@ -33,12 +33,12 @@ _ENTRIES = 256
 _TEXT_BYTES = 64
 _ENTRY_BYTES = 8
 
-# An entry is a word of 60 bits, which Python adds quickly: whether it is MPI's own call, a checksum of the text, and a
-# key, which is the number of the collective, counted from a place that the communicator's name gives.
+# An entry is a word of 60 bits, which Python adds quickly: whether the call compares nothing by itself, a checksum of
+# the text, and a key, which is the number of the collective, counted from a place that the communicator's name gives.
 _KEY_BITS = 40
 _KEYS = (1 << _KEY_BITS) - 1
 _CODES = 1 << 19
-_NATIVE = 1 << 59
+_UNCHECKED = 1 << 59
 
 # What is known of the codes of calls is dropped all at once.
 _MOST_CODES = 1024
@@ -101,22 +101,22 @@ class Signer:
         self._own = roll.places[here[own]] * _ENTRIES
         self._near = {roll.places[rank] * _ENTRIES: channel.world_ranks.index(rank) for rank in near}
 
-    def sign(self, sequence: int, op: str, words: Words, is_native: bool) -> None:
+    def sign(self, sequence: int, op: str, words: Words, is_unchecked: bool) -> None:
         """Write down that this collective is posted as number `sequence`, and compare.
 
         Args:
-            is_native: MPI's own call, which compares nothing; other algorithms do, unless some rank is with MPI's.
+            is_unchecked: whether the call compares nothing by itself, as MPI's own. Others do, where no rank's is so.
 
         Raises:
-            CollectiveMismatch: another member has called something else, and one of both is MPI's.
+            CollectiveMismatch: another member has called something else, and one of both compares nothing.
         """
         try:
-            code = self._codes[op, words, is_native]
+            code = self._codes[op, words, is_unchecked]
         except KeyError:
             if len(self._codes) >= _MOST_CODES:
                 self._codes.clear()
-            code = self._code(op, words[0](*words[1:])) | (_NATIVE if is_native else 0)
-            self._codes[op, words, is_native] = code
+            code = self._code(op, words[0](*words[1:])) | (_UNCHECKED if is_unchecked else 0)
+            self._codes[op, words, is_unchecked] = code
         entries = self._entries
         entry = code + self._base + sequence
         place = (self._offset + sequence) % _ENTRIES
@@ -126,10 +126,10 @@ class Signer:
             if other != entry and not (other ^ entry) & _KEYS:
                 self._differ(sequence, entry, first, place)
 
-    def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_native: bool) -> None:
+    def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_unchecked: bool) -> None:
         """The same, of a function that makes the details; the arguments of a `partial` have a hash."""
         words: Words = (details.func, *details.args) if type(details) is partial else (str, details())
-        self.sign(sequence, op, words, is_native)
+        self.sign(sequence, op, words, is_unchecked)
 
     def _code(self, op: str, details: str) -> int:
         """Code of a call, in its place in an entry; others find its text from now on."""
@@ -150,7 +150,7 @@ class Signer:
         return text.rstrip(b"\0").decode(errors="replace") if zlib.crc32(text) % _CODES == code else "something else"
 
     def _differ(self, sequence: int, entry: int, first: int, place: int) -> None:
-        """Raise CollectiveMismatch, unless another algorithm than MPI's finds out for all ranks."""
+        """Raise CollectiveMismatch, unless they find out by themselves."""
         if not _is_misfit(entry, self._entries[first + place]):
             return
         time.sleep(_SETTLE_SECONDS)
@@ -169,8 +169,8 @@ class Signer:
 
 def _is_misfit(entry: int, other: int) -> bool:
     """Whether two entries are of one collective, differ, and nobody else finds out."""
-    different = (entry ^ other) & ~_NATIVE
-    return bool(different) and not different & _KEYS and bool((entry | other) & _NATIVE)
+    different = (entry ^ other) & ~_UNCHECKED
+    return bool(different) and not different & _KEYS and bool((entry | other) & _UNCHECKED)
 
 
 def _text_at(first: int, code: int) -> int:

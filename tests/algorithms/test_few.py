@@ -37,7 +37,7 @@ def member() -> tuple[Any, list[tuple[str, int | str]], memoryview[Any]]:
     """Rank 0 of a team of two whose memory needs fences, what it does, and the words of rank 1."""
     log: list[tuple[str, int | str]] = []
     memories = [bytearray(HEAD_BYTES - LINES_AT) for _ in range(2)]
-    team: Any = SimpleNamespace(rank=0, size=2, few=None, others=[], fence=lambda: log.append(("fence", "")))
+    team: Any = SimpleNamespace(rank=0, size=2, few=None, others=[[0] * WORDS], fence=lambda: log.append(("fence", "")))
     team.lines = lambda form: [Line(each, form, name, log) for each, name in zip(memories, ("my", "its"), strict=True)]
     team.slots = lambda element: None
     team.channel = SimpleNamespace(engine=SimpleNamespace(lock=nullcontext()))

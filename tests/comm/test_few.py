@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from algorithms.forcing import SHARED, forced, replaced
 from comm.reference import ops_for, reduced
+from memory.simulated import Simulated
 
 import mpdist
 from mpdist import Communicator
@@ -194,6 +197,65 @@ async def test_another_call_is_refused_and_may_be_made_good(comm: Communicator, 
             made.all_reduce(np.ones(1000))
         work = made.all_reduce(np.ones(2))
     assert (await work == made.size).all()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+async def test_another_size_is_refused_in_the_first_call_too(
+    comm: Communicator, fake_gpu: Simulated, is_on_device: bool
+) -> None:
+    """When the ranks have not met yet, and where arrays are copied first."""
+    make = fake_gpu.array if is_on_device else np.array
+    async with forced(comm, SHARED) as made:
+        for _ in range(2):
+            if made.rank == 0:
+                work = made.all_reduce(make([1.0, 1.0]))
+                await comm.barrier()
+            else:
+                await comm.barrier()
+                with pytest.raises(mpdist.CollectiveMismatch, match=r"rank \d has called all_reduce float64 x 2 sum"):
+                    made.all_reduce(make([1.0] * 100))
+                work = made.all_reduce(make([1.0, 1.0]))
+            result = await work
+            assert (result.get() if is_on_device else result).tolist() == [made.size] * 2
+
+
+def test_arrays_that_may_be_resized_are_not_while_they_are_reduced(comm: Communicator) -> None:
+    with replaced(comm, SHARED):
+        made = comm.dup().wait()
+    made.barrier().wait()
+    numbers, octets = array.array("d", [1, 2]), bytearray(array.array("d", [1, 2]))
+    view = memoryview(octets).cast("d")
+    works = [made.all_reduce(numbers), made.all_reduce(view)]
+    view.release()
+    for resize in (lambda: numbers.extend([3] * 1000), lambda: octets.extend(bytes(1000))):
+        with pytest.raises(BufferError):
+            resize()
+    comm.barrier().wait()
+    for work in works:
+        work.wait()
+    del work, works
+    assert numbers.tolist() == np.frombuffer(octets).tolist() == [made.size, 2 * made.size]
+    numbers.append(3)
+    octets.append(3)
+    made.close().wait()
+
+
+def test_a_team_goes_with_its_last_use(comm: Communicator) -> None:
+    """And its memory, which Python's collector of garbage does not wait for."""
+    gc.disable()
+    try:
+        with replaced(comm, SHARED):
+            made = comm.dup().wait()
+        made.barrier().wait()
+        for op in ("sum", "avg"):
+            made.all_reduce(np.ones(2), op).wait()
+        assert plans(made)
+        team = weakref.ref(made._channel.team)
+        made.close().wait()
+        assert team() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.ranks(2)

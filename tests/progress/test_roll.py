@@ -32,8 +32,8 @@ def signers(size: int, name: str = "world", memory: bytearray | None = None) -> 
     return [each for each in made if each is not None]
 
 
-def sign(signer: Signer, sequence: int, text: str, is_native: bool = True) -> None:
-    signer.sign(sequence, "all_reduce", (str, text), is_native)
+def sign(signer: Signer, sequence: int, text: str, is_unchecked: bool = True) -> None:
+    signer.sign(sequence, "all_reduce", (str, text), is_unchecked)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -78,11 +78,11 @@ def test_communicators_do_not_take_each_others_entries() -> None:
 
 def test_other_algorithms_compare_by_themselves() -> None:
     first, second = signers(2)
-    sign(first, 1, "x 2", is_native=False)
-    sign(second, 1, "x 3", is_native=False)
-    sign(first, 2, "x 2", is_native=False)
+    sign(first, 1, "x 2", is_unchecked=False)
+    sign(second, 1, "x 3", is_unchecked=False)
+    sign(first, 2, "x 2", is_unchecked=False)
     sign(second, 2, "x 2")  # it takes another way, with the same call
-    sign(first, 3, "x 2", is_native=False)
+    sign(first, 3, "x 2", is_unchecked=False)
     with pytest.raises(CollectiveMismatch, match="this rank calls all_reduce x 3, rank 0 has called all_reduce x 2"):
         sign(second, 3, "x 3")
 

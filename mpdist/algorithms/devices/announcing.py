@@ -38,13 +38,13 @@ class AnnouncingChannel(Channel):
         details: Callable[[], str],
         *arguments: Any,
         kind: Any = Collective,
-        is_native: bool | None = None,
+        is_unchecked: bool | None = None,
     ) -> Any:
         if issubclass(kind, DeviceCollective):
-            return super().post(op, program, details, *arguments, kind=kind, is_native=is_native)
+            return super().post(op, program, details, *arguments, kind=kind, is_unchecked=is_unchecked)
         with self.engine.lock:  # nobody else takes this number
             told = _told(program, self, self.sequence + 1)
-            return super().post(op, told, details, *arguments, kind=kind, is_native=is_native)
+            return super().post(op, told, details, *arguments, kind=kind, is_unchecked=is_unchecked)
 
     def post_direct(
         self,
@@ -54,9 +54,9 @@ class AnnouncingChannel(Channel):
         call: Callable[..., Request],
         *arguments: Any,
         caller: int = 0,
-        is_native: bool | None = True,
+        is_unchecked: bool | None = True,
     ) -> Collective[Any]:
-        posted: Collective[Any] = self._post_indirect(op, words, result, call, arguments, is_native)
+        posted: Collective[Any] = self._post_indirect(op, words, result, call, arguments, is_unchecked)
         return posted
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpdist.algorithms.shared.calls import other_roots
 from mpdist.algorithms.shared.moving import copy
-from mpdist.algorithms.shared.one_round import Plan, TwoWays
+from mpdist.algorithms.shared.one_round import RoundPlan, TwoWays
 from mpdist.algorithms.shared.reduction import ROOT, X_AT, cuts
 from mpdist.algorithms.shared.team import FACTS, FACTS_AT
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer, Element
 
 
-class BroadcastPlan(Plan):
+class BroadcastPlan(RoundPlan):
     """Of those from one root, of one element type and size.
 
     Attributes:

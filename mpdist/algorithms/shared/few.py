@@ -14,19 +14,19 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, misfit
-from mpdist.algorithms.shared.one_round import AllReducePlan
+from mpdist.algorithms.shared.one_round import Plan, TeamRequest
 from mpdist.algorithms.shared.team import GIVEN_UP, LINE_BYTES, LINES, Team
-from mpdist.errors import MpdistError
 from mpdist.memory.scalars import SCALAR_FOLDS, SCALAR_FORMATS, wrapped
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
     from mpdist.memory import Buffer
+    from mpdist.memory.elements import Array
 
 # What a line has beside its word, which is its first.
 FEW_BYTES = LINE_BYTES - 8
@@ -40,8 +40,13 @@ _START = 8
 _MEMORY = memoryview((ctypes.c_char * (sys.maxsize // 16 * 8)).from_address(_START)).cast("B")
 
 
+def are_few(how: Reduction, nbytes: int) -> bool:
+    """Whether shared memory takes this way for an all_reduce of so many bytes; it compares as little as MPI's call."""
+    return nbytes <= FEW_BYTES and how.has_scalars
+
+
 class Few:
-    """What all such all_reduces of a team have in common.
+    """What all such all_reduces of a team have in common; it does not know the team, which goes with its last use.
 
     Attributes:
         number: of them so far.
@@ -50,10 +55,9 @@ class Few:
         lines: the words of the members' lines; mine, others: of this member, and of the others.
     """
 
-    __slots__ = ("fence", "known", "lines", "mine", "number", "others", "pending", "team")
+    __slots__ = ("fence", "known", "lines", "mine", "number", "others", "pending")
 
     def __init__(self, team: Team) -> None:
-        self.team = team
         self.fence = team.fence
         self.lines = team.lines("q")
         self.mine = self.lines[team.rank]
@@ -70,16 +74,8 @@ class Few:
                 self.fence()
         return self.known >= number - LINES
 
-    def misfit(self, number: int) -> MpdistError | None:
-        """Why the calls of those that have come to this one do not go together; None if they do."""
-        team, at = self.team, number % LINES * _WORDS
-        mine = self.mine[at]
-        calls = {team.rank_of(member): line[at] for member, line in enumerate(self.lines)}
-        come = {rank: call for rank, call in calls.items() if not (call ^ mine) & ROUND_MASK}
-        return misfit(team.channel.where(), come, mine)
 
-
-class FewPlan(AllReducePlan):
+class FewPlan(Plan):
     """Of those of one op, element type and size.
 
     Attributes:
@@ -89,12 +85,10 @@ class FewPlan(AllReducePlan):
         lines: where the word and the numbers of each line are.
     """
 
-    is_compared = False
-
     __slots__ = ("_memory", "few", "first", "fold", "lines", "mine", "rest", "terms")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        super().__init__(team, how, nbytes)
+        super().__init__("all_reduce", how.element, nbytes)
         with team.channel.engine.lock:  # of several threads that post the first, one makes it
             few = team.few = team.few or Few(team)
         self.few = few
@@ -108,34 +102,47 @@ class FewPlan(AllReducePlan):
         self.lines = [(line * _WORDS, range(start, start + self.count)) for line, start in enumerate(starts)]
         self._memory: memoryview[Any] = _MEMORY.cast(form)  # type: ignore[call-overload]  # one of those above
 
-    def numbers(self, buffer: Buffer) -> tuple[memoryview[Any], int]:
-        """Where the buffer's are: in a view, from this one on. Of unaligned ones it is a copy, see `_put_back`."""
+    def numbers(self, buffer: Buffer) -> tuple[Any, int]:
+        """Where the buffer's are: in what is indexed for them, which keeps their memory in its place, from here on."""
         exporter: Any = buffer.exporter
-        if type(exporter) is np.ndarray and exporter.ndim == 1 and exporter.dtype is self.element.storage:
-            view: memoryview[Any] = memoryview(exporter)  # type: ignore[arg-type]  # it has the buffer protocol
-            if len(view.format) == 1:  # else it is not aligned
-                return view, 0
-        start = buffer.address - _START
-        itemsize = self.element.itemsize
-        if start % itemsize == 0:
-            return self._memory, start // itemsize
-        return memoryview(bytearray(_MEMORY[start : start + self.nbytes])).cast(self._memory.format), 0  # type: ignore[call-overload]  # as above
+        if exporter is None:
+            start, itemsize = buffer.address - _START, self.element.itemsize
+            if start % itemsize == 0:
+                return self._memory, start // itemsize
+            return _Unaligned(buffer.bare_array(), self._memory.format), 0
+        is_plain = type(exporter) is np.ndarray and exporter.ndim == 1 and exporter.dtype is self.element.storage
+        array: Any = exporter if is_plain else buffer.array()
+        view = memoryview(array)
+        return (view if len(view.format) == 1 else _Unaligned(array, self._memory.format)), 0
 
 
-class FewAllReduce:
-    """One such all_reduce, as a request; whoever posts it wakes the other members.
+class _Unaligned:
+    """Numbers that no memoryview gives."""
 
-    A signal's handler may raise anywhere in it; then it is tested again.
-    """
+    def __init__(self, array: Array, form: str) -> None:
+        self._array = array
+        self._one: memoryview[Any] = memoryview(bytearray(array.itemsize)).cast(form)  # type: ignore[call-overload]  # a format
+
+    def __getitem__(self, at: int) -> Any:
+        return self._array[at].item()
+
+    def __setitem__(self, at: int, value: Any) -> None:
+        self._one[0] = value  # it rounds, or refuses, as for others
+        self._array[at] = np.frombuffer(self._one, self._array.dtype)[0]
+
+
+class FewAllReduce(TeamRequest):
+    """One such all_reduce."""
 
     _is_shown = False
-    _why: MpdistError | None = None
 
     def __init__(self, team: Team, plan: FewPlan, x: Buffer, out: Buffer) -> None:
         few = plan.few
+        self._team = team
         self._plan = plan
         self._held = x, out
-        self._numbers, self._at = plan.numbers(out)
+        self._to = plan.numbers(out)
+        self._from = self._to if x is out else plan.numbers(x)
         self._number = number = few.number + 1
         try:
             few.pending.append(self)
@@ -143,7 +150,7 @@ class FewAllReduce:
             if number <= few.known + LINES or few.may_write(number):
                 self._show(few)
         except BaseException:  # of a signal's handler
-            if not self._is_shown and few.pending[-1] is self:  # nobody knows of it, so it may be posted again
+            if not self._is_shown:  # nobody knows of it, so it may be posted again
                 few.number = number - 1
                 few.pending.pop()
             raise
@@ -151,8 +158,7 @@ class FewAllReduce:
     def _show(self, few: Few) -> None:
         plan, number = self._plan, self._number
         word_at, places = plan.lines[number % LINES]
-        x, out = self._held
-        numbers, at = (self._numbers, self._at) if x is out else plan.numbers(x)
+        numbers, at = self._from
         mine = plan.mine
         for place in places:
             mine[place] = numbers[at]
@@ -163,24 +169,32 @@ class FewAllReduce:
         self._is_shown = True
 
     def Test(self) -> bool:
+        team = self._team
+        if team is None:
+            if self._why is not None:
+                raise self._why
+            return True
         plan, number = self._plan, self._number
         few = plan.few
         mine = few.mine
         if mine[_READ_AT] != number - 1 or not self._is_shown:
             if mine[_READ_AT] >= number:
-                return self._leave(few)
-            if not self._is_next(few):
+                return self._leave(team, few)
+            if not self._is_next(team, few):
                 return False
         word_at, places = plan.lines[number % LINES]
         word = mine[word_at]
         for words in few.others:
             other = words[word_at]
             if other != word:
-                return self._has_failed(few, other)
+                if not (other ^ word) & ROUND_MASK:
+                    self._fail(team, few)
+                self._check_wanted(team, few)
+                return False
         if few.fence is not None:
             few.fence()
         first, rest, fold = plan.first, plan.rest, plan.fold
-        numbers, at = self._numbers, self._at
+        numbers, at = self._to
         for place in places:
             value: Any = first[place]
             for others in rest:
@@ -192,17 +206,9 @@ class FewAllReduce:
             except ValueError:
                 numbers[at] = wrapped(value, plan.element.itemsize)
             at += 1
-        if type(numbers.obj) is bytearray:
-            self._put_back(numbers)
-        if few.fence is not None:
-            few.fence()
-        mine[_READ_AT] = number
-        if not word_at:
-            few.team.ring()  # who waits for a line
-        few.pending.popleft()
-        return True
+        return self._end(team, few)
 
-    def _is_next(self, few: Few) -> bool:
+    def _is_next(self, team: Team, few: Few) -> bool:
         """Whether those before it are over, and it has shown its numbers."""
         while (first := few.pending[0]) is not self:
             if not first.is_over():
@@ -211,50 +217,47 @@ class FewAllReduce:
             if not few.may_write(self._number):
                 return False
             self._show(few)
-            few.team.ring()
+            team.ring()
         return True
 
-    def is_over(self) -> bool:
-        """As `Test`, for those that come after it: its error is its own."""
-        try:
-            return self.Test()
-        except MpdistError:
-            if self._why is None:
-                raise
-            return True
+    def _end(self, team: Team, few: Few) -> bool:
+        """Have the others go on, after this member has read all."""
+        if few.fence is not None:
+            few.fence()
+        few.mine[_READ_AT] = self._number
+        return self._leave(team, few)
 
-    def _has_failed(self, few: Few, other: int) -> bool:
-        """Raise if another member calls something else, or has given up; False if it has not come."""
-        team = few.team
-        if not (other ^ self._number) & ROUND_MASK:  # all who have come see the same, and go on
-            self._why = few.misfit(self._number)
-            few.mine[_READ_AT] = self._number
-            team.ring()
-            return self._leave(few)
-        for line in team.others:
-            if line[GIVEN_UP]:
-                self._check_there(few)
-        return False
-
-    def _check_there(self, few: Few) -> None:
-        """Raise if a member that has given up has not come, and so never will."""
-        team, at = few.team, self._number % LINES * _WORDS
-        if team.fence is not None:
-            team.fence()
-        for line in few.others:  # it may have come since it was looked at, and given up after that
-            if line[at] != few.mine[at]:
-                raise team.deserted()
-
-    def _put_back(self, copy: memoryview[Any]) -> None:
-        start = self._held[1].address - _START
-        _MEMORY[start : start + copy.nbytes] = copy.cast("B")
-
-    def _leave(self, few: Few) -> bool:
-        if few.pending and few.pending[0] is self:
-            few.pending.popleft()
+    def _leave(self, team: Team, few: Few) -> bool:
+        if not self._number % LINES:
+            team.ring()  # who waits for a line
+        pending = few.pending
+        while pending and pending[0]._number <= self._number:  # one before it may have been interrupted here
+            pending.popleft()
+        self._team = None
         if self._why is not None:
             raise self._why
         return True
+
+    def _fail(self, team: Team, few: Few) -> NoReturn:
+        """Raise, for another member calls something else; all who have come see the same, and go on."""
+        at = self._number % LINES * _WORDS
+        mine = few.mine[at]
+        calls = {team.rank_of(member): line[at] for member, line in enumerate(few.lines)}
+        come = {rank: call for rank, call in calls.items() if not (call ^ mine) & ROUND_MASK}
+        self._why = why = misfit(team.channel.where(), come, mine)
+        assert why is not None
+        self._end(team, few)
+        raise why
+
+    def _check_wanted(self, team: Team, few: Few) -> None:
+        """Raise if a member that has given up has not come, and so never will."""
+        number = self._number
+        for line, words in zip(team.others, few.others, strict=True):
+            if line[GIVEN_UP]:
+                if team.fence is not None:
+                    team.fence()
+                if (words[number % LINES * _WORDS] ^ number) & ROUND_MASK:
+                    raise team.deserted()
 
 
 FewPlan.request = FewAllReduce

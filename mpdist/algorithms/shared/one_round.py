@@ -23,31 +23,41 @@ class Plan:
 
     Attributes:
         request: makes one of them.
-        is_compared: whether members that call anything else of their team, but a barrier, hear of it by themselves.
-        call: its word, but for the number of the round.
+        call: its word, but for its number.
         op: the operation, for texts.
         count: elements; nbytes: of them.
         element: their type.
-        slots: where members show private memory.
-        credit: of a turn's, what one costs more than others.
     """
 
-    __slots__ = ("call", "count", "credit", "element", "nbytes", "op", "slots")
+    __slots__ = ("call", "count", "element", "nbytes", "op")
 
-    request: type[Any]
-    is_compared = True
+    request: type[TeamRequest]
 
-    def __init__(self, team: Team, op: str, element: Element, nbytes: int) -> None:
+    def __init__(self, op: str, element: Element, nbytes: int) -> None:
         self.op = op
         self.call = call_word(op, nbytes, 0, is_one_round=True, is_request=True)
         self.count = nbytes // element.itemsize
         self.nbytes = nbytes
         self.element = element
+
+
+class RoundPlan(Plan):
+    """Of those that take a round of their team.
+
+    Attributes:
+        slots: where members show private memory.
+        credit: of a turn's, what one costs more than others.
+    """
+
+    __slots__ = ("credit", "slots")
+
+    def __init__(self, team: Team, op: str, element: Element, nbytes: int) -> None:
+        super().__init__(op, element, nbytes)
         self.credit = message_credit(nbytes) - 1
         self.slots = team.slots(element)
 
 
-class AllReducePlan(Plan):
+class AllReducePlan(RoundPlan):
     """Of all_reduces of one op; `folder` is what reduces."""
 
     __slots__ = ("folder",)
@@ -57,22 +67,45 @@ class AllReducePlan(Plan):
         self.folder = how.folder
 
 
-class OneRound:
+class TeamRequest:
     """One such collective; complete when `Test` has seen all members and done this one's share.
 
     Whoever posts it wakes the other members.
     """
 
+    _team: Team | None
+    """None when it is over."""
     _why: MpdistError | None = None
+
+    def __init__(self, team: Team, plan: Any, x: Buffer, out: Buffer) -> None:
+        raise NotImplementedError
+
+    def Test(self) -> bool:
+        """A signal's handler may raise anywhere in it; then it is called again."""
+        raise NotImplementedError
+
+    def is_over(self) -> bool:
+        """As `Test`, for those that come after it: where all stay in step, its error is its own."""
+        try:
+            return self.Test()
+        except MpdistError:
+            if self._team is None:
+                return True
+            raise
+
+
+class OneRound(TeamRequest):
+    """One in a single round of its team."""
+
     _is_done = False
     """This member's share, which is not to be done again: the others may have gone on."""
 
-    def __init__(self, team: Team, plan: Plan, x: Buffer, out: Buffer) -> None:
+    def __init__(self, team: Team, plan: RoundPlan, x: Buffer, out: Buffer) -> None:
         self._plan = plan
         self._held = x, out
         self._x = array = x.bare_array()
         self._out = array if out is x else out.bare_array()
-        self._team: Team | None = team
+        self._team = team
         team.rounds = self._number = number = team.rounds + 1
         self._side = number & 1
         self._call = plan.call | number & ROUND_MASK
@@ -91,10 +124,6 @@ class OneRound:
                     under_way.pop()
                     team.rounds = number - 1
                 raise
-
-    def Test(self) -> bool:
-        """A signal's handler may raise anywhere in it; then it is called again."""
-        raise NotImplementedError
 
     def _stage(self, team: Team) -> None:
         """Show this member's part and its call, and then tell that they are there."""
@@ -124,15 +153,6 @@ class OneRound:
             self._stage(team)
             team.ring()
         return True
-
-    def is_over(self) -> bool:
-        """As `Test`, for those that come after it: where all stay in step, its error is its own."""
-        try:
-            return self.Test()
-        except MpdistError:
-            if self._team is None:
-                return True
-            raise
 
     def _end(self, team: Team) -> bool:
         """Have the others go on, after this member's share."""

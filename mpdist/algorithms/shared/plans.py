@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpdist.algorithms.shared.broadcast import BroadcastPlan
-from mpdist.algorithms.shared.few import FEW_BYTES, FewPlan
-from mpdist.algorithms.shared.one_round import AllReducePlan, Plan
+from mpdist.algorithms.shared.few import FewPlan, are_few
+from mpdist.algorithms.shared.one_round import Plan
 from mpdist.algorithms.shared.reduce_scatter import ReduceScatterPlan
 from mpdist.algorithms.shared.short import ShortPlan
 from mpdist.algorithms.shared.sliced import SlicedPlan
@@ -32,8 +32,8 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     plan = team.plans.get((how, nbytes))
     if plan is not None or how.op.factor is not None:
         return plan
-    kind: type[AllReducePlan]
-    if nbytes <= FEW_BYTES and how.has_scalars:
+    kind: type[FewPlan | SmallPlan | ShortPlan | SlicedPlan]
+    if are_few(how, nbytes):
         kind = FewPlan
     elif nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
         kind = SmallPlan

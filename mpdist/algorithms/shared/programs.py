@@ -44,7 +44,7 @@ def _exchanges(team: Team) -> ModuleType:
 
 
 def _request(team: Team, plan: Plan, x: Buffer, out: Buffer) -> Request:
-    request: Request = plan.request(team, plan, x, out)
+    request = plan.request(team, plan, x, out)
     team.ring()
     return request
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpdist.algorithms.shared.one_round import Plan, TwoWays
+from mpdist.algorithms.shared.one_round import RoundPlan, TwoWays
 from mpdist.algorithms.shared.small import SPREAD_BYTES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
 
 
-class ReduceScatterPlan(Plan):
+class ReduceScatterPlan(RoundPlan):
     """Of those of one op, element type and size.
 
     Attributes:
