@@ -35,7 +35,8 @@ class Folder:
         terms: how many ranks' inputs the result stands for, which avg divides by; None: a partial result.
         factors: what premul_sum multiplies each source by; None: by nothing.
         pair: NumPy's function that alone folds two sources into one destination; None where it takes more.
-        pair_steps: so many calls of NumPy fold two sources into one destination; 0: it takes more than these.
+        pair_steps: so many calls of NumPy fold two sources into one destination; 0: it takes more than these, and
+            `join` can't fold one source more.
     """
 
     __slots__ = (
@@ -126,6 +127,18 @@ class Folder:
         QUIET.call(self.pair, sources[0], sources[1], out=out)
         for source in sources[2:]:
             QUIET.call(self.pair, out, source, out=out)
+
+    def join(self, so_far: Array, source: Array, out: Array, is_last: bool = False) -> None:
+        """Fold one source more into what is folded of those before it; where there are `pair_steps`.
+
+        Args:
+            so_far: the first source, or what the call before has left.
+            out: may be either of the two, or none.
+            is_last: avg divides now.
+        """
+        QUIET.call(self._ufunc, so_far, source, out=out)
+        if is_last and self._divides:
+            QUIET.call(*division(out, self.terms, out))  # type: ignore[arg-type]  # there are terms
 
     def calls_for_pair(self, first: Array, second: Array, out: Array) -> list[Callable[[], object]]:
         """These steps, each to be made once and in this order; see `pair_steps`."""

@@ -81,6 +81,9 @@ def fold(folder: Folder, sources: Sequence[Memory], outs: Sequence[Memory]) -> N
 class Folding:
     """Sources to be reduced in their order into all of outs, any of them remote, part by part.
 
+    Where NumPy folds each source in one call, a part is read, added and forgotten source by source: of four sources
+    that takes two thirds to three quarters of the time of reading all of them first.
+
     Attributes:
         width: elements of a part at the most.
     """
@@ -91,18 +94,20 @@ class Folding:
         self._outs: Sequence[Any] = outs
         remote = len([each for each in sources if type(each) is Remote])
         self._near: list[Any] = [out for out in outs if type(out) is not Remote]
-        self._is_near = remote == 0 and len(self._near) == len(outs)
+        is_near = remote == 0 and len(self._near) == len(outs)
+        self._is_by_source = folder.pair_steps > 0 and len(sources) > 1
         dtype = folder.element.storage
-        nbytes = SCRATCH_BYTES // len(sources) if self._is_near else block_bytes(remote)
+        nbytes = SCRATCH_BYTES // len(sources) if self._is_by_source or is_near else block_bytes(remote)
         self.width = max(1, nbytes // dtype.itemsize)
-        if not self._is_near:
-            width = min(self.width, len(outs[0]))
-            self._scratch = SCRATCH.rows(remote + (not self._near), width, dtype)
+        self._scratch: list[Array] = []
+        if self._is_by_source or not is_near:
+            rows = 2 if self._is_by_source else remote + (not self._near)
+            self._scratch = SCRATCH.rows(rows, min(self.width, len(outs[0])), dtype)
 
     def fold(self, start: int, end: int) -> None:
         """Reduce a part."""
-        if self._is_near:
-            self._folder.fold([each[start:end] for each in self._sources], [each[start:end] for each in self._near])
+        if self._is_by_source:
+            self._fold_by_source(start, end)
             return
         rooms = iter(self._scratch)
         arrays: list[Array] = []
@@ -118,3 +123,30 @@ class Folding:
         for out in self._outs:
             if type(out) is Remote:
                 out.write(near[0], start)
+
+    def _fold_by_source(self, start: int, end: int) -> None:
+        sum_room, room = (each[: end - start] for each in self._scratch)
+        near, sources, join = self._near, self._sources, self._folder.join
+        result = near[0][start:end] if near else sum_room
+        first, *between, last = sources
+        # Any other source may lie where the result goes, so this is written last.
+        acc = result if near and near[0] is first else sum_room
+        so_far = _seen(first, start, end, acc)
+        for source in between:
+            join(so_far, _seen(source, start, end, room), acc)
+            so_far = acc
+        join(so_far, _seen(last, start, end, room), result, is_last=True)
+        for out in self._outs:
+            if type(out) is Remote:
+                out.write(result, start)
+            elif out is not near[0]:
+                np.copyto(out[start:end], result)
+
+
+def _seen(source: Any, start: int, end: int, room: Array) -> Array:
+    """A part of a source; of a remote one in this room."""
+    if type(source) is not Remote:
+        part: Array = source[start:end]
+        return part
+    source.read_into(room, start)
+    return room
