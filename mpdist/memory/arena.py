@@ -31,11 +31,13 @@ from mpdist.errors import UsageError
 from mpdist.memory.available import has_room
 from mpdist.memory.buffer import address_of
 from mpdist.memory.elements import Array
+from mpdist.memory.huge_pages import gather, huge_page_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 # Blocks begin on lines of their own, so that two writers never share one.
 LINE_BYTES = 64
-# From here on looking how much memory is left costs little beside taking it.
+# From here on looking how much memory is left costs little beside taking it. And an array does not fit into what a
+# processor finds on small pages without looking them up, so that huge ones are worth their time.
 LARGE_BYTES = 4 * 1024**2
 # Other processes take memory at the same time, so that it is looked at again after so much.
 PIECE_BYTES = 64 * 1024**2
@@ -106,12 +108,18 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # start and end, sorted, never touching
         self._returned: deque[tuple[int, int]] = deque()
 
-    def allocate(self, nbytes: int) -> Block | None:
-        """A new block, its pages reserved, its content undefined; None where there is no memory for it."""
+    def allocate(self, nbytes: int, is_array: bool = False) -> Block | None:
+        """A new block, its pages reserved, its content undefined; None where there is no memory for it.
+
+        Args:
+            is_array: a large one may take longer to make, and is to be on huge pages.
+        """
         size = _rounded(max(nbytes, 1), LINE_BYTES if nbytes < PAGE_BYTES else PAGE_BYTES)
+        is_huge = is_array and size >= LARGE_BYTES
+        unit = (is_huge and huge_page_bytes()) or (PAGE_BYTES if size >= PAGE_BYTES else LINE_BYTES)
         with self._lock:
             self._take_back()
-            offset = self._take(size)
+            offset = self._take(size, unit)
             if offset is None:
                 return None
             is_reserved = False
@@ -120,7 +128,12 @@ class Arena:
             finally:
                 if not is_reserved:
                     self._leave(offset, size)
-        return Block(self, offset, size) if is_reserved else None
+        if not is_reserved:
+            return None
+        block = Block(self, offset, size)
+        if is_huge:
+            gather(self.memory, offset, offset + size)
+        return block
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array | None:
         """A new array, not initialised; None where there is no memory for it.
@@ -136,7 +149,7 @@ class Arena:
                 "elements cannot be Python objects, which mean nothing to another process"
             )
         nbytes = prod(dims) * dtype.itemsize
-        block = self.allocate(nbytes)
+        block = self.allocate(nbytes, is_array=True)
         if block is None:
             return None
         array: Array = block.bytes()[:nbytes].view(dtype).reshape(dims)
@@ -180,10 +193,10 @@ class Arena:
         while self._returned:
             self._leave(*self._returned.popleft())
 
-    def _take(self, size: int) -> int | None:
-        """First fit; blocks of whole pages begin on a page."""
+    def _take(self, size: int, unit: int) -> int | None:
+        """First fit, at a multiple of this number."""
         for place, (start, end) in enumerate(self._free):
-            begin = _rounded(start, PAGE_BYTES) if size >= PAGE_BYTES else start
+            begin = _rounded(start, unit)
             if begin + size > end:
                 continue
             rest = [(start, begin), (begin + size, end)]

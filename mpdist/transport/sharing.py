@@ -13,6 +13,8 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpdist.memory.huge_pages import map_aligned
+
 if TYPE_CHECKING:
     from mpdist.transport.mpi import Transport
 
@@ -118,6 +120,6 @@ def _mapped(descriptors: list[int], nbytes: int) -> list[mmap.mmap] | None:
     if min(descriptors) < 0:
         return None
     try:
-        return [mmap.mmap(descriptor, nbytes) for descriptor in descriptors]
+        return [map_aligned(descriptor, nbytes) for descriptor in descriptors]
     except (OSError, ValueError):  # a limit on address space
         return None

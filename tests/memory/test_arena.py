@@ -202,7 +202,7 @@ def test_a_block_may_be_freed_while_another_is_taken(file: File) -> None:
 
 
 def take_without_lock(arena: Arena) -> Block:
-    offset = arena._take(LINE_BYTES)
+    offset = arena._take(LINE_BYTES, LINE_BYTES)
     assert offset is not None
     return Block(arena, offset, LINE_BYTES)
 
