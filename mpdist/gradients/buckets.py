@@ -18,6 +18,10 @@ BUCKET_BYTES = 8 * 1024**2
 TAPER = 4
 SMALLEST_BYTES = 1024**2
 
+# Where nothing is hidden, because all cores compute, several buckets only disturb: each evicts what backward has in its
+# caches, and waits for a rank that comes later to it. A limit only so that no message gets out of hand.
+UNHIDDEN_BUCKET_BYTES = 256 * 1024**2
+
 # The same for a module on a GPU, where a message costs the thread that queues backward 0.3 ms and more, which is as
 # long as some 50 MB between two GPUs take.
 DEVICE_BUCKET_BYTES = 32 * 1024**2

@@ -53,23 +53,14 @@ class Bucket:
     """
 
     @torch.enable_grad()  # a view made without is one that nobody may write with
-    def __init__(self, comm: Communicator, slots: Sequence[Slot], tail: int = 0, is_hooked: bool = False) -> None:
+    def __init__(self, slots: Sequence[Slot], starts: Sequence[int], flat: Tensor) -> None:
+        """Take memory for gradients that begin at these elements, the last of which is their end; see `starts_of`."""
         self.slots = list(slots)
-        parameters = [slot.parameter for slot in slots]
-        self.dtype = parameters[0].dtype
-        unit = ALIGNED_BYTES // self.dtype.itemsize
-        starts = [0]
-        for parameter in parameters:
-            starts.append(-(-(starts[-1] + parameter.numel()) // unit) * unit)
-        # A hook may resize what it gets (batched PowerSGD does), which only torch's own memory can.
-        count = starts[-1] + tail
-        device = parameters[0].device
-        if is_hooked:
-            self.flat = torch.empty(count, dtype=self.dtype, device=device)
-        else:
-            self.flat = empty(comm, count, self.dtype, device)
+        self.flat = flat
         self.flat.zero_()  # the gaps
-        self._gradients = self.flat if is_hooked else self.flat[: starts[-1]]
+        self.dtype = flat.dtype
+        # A hook may resize what it gets (batched PowerSGD does), which a part of something larger can't.
+        self._gradients = flat if flat.numel() == starts[-1] else flat[: starts[-1]]
         self.tail = self.flat[starts[-1] :]
         self._starts = starts
         for slot, start in zip(slots, starts, strict=False):
@@ -231,6 +222,34 @@ class Bucket:
     def __repr__(self) -> str:
         state = "not started" if not self.started_at else "started"
         return f"<Bucket {self._index} of {len(self.slots)} gradients, {self.nbytes} bytes, {state}>"
+
+
+def starts_of(slots: Sequence[Slot]) -> list[int]:
+    """The element at which each gradient of a bucket begins, and where the last one ends."""
+    unit = ALIGNED_BYTES // slots[0].parameter.itemsize
+    starts = [0]
+    for slot in slots:
+        starts.append(-(-(starts[-1] + slot.parameter.numel()) // unit) * unit)
+    return starts
+
+
+@torch.enable_grad()  # as the views in it
+def rooms(comm: Communicator, wanted: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Memory of so many elements for each bucket.
+
+    On the CPU that of all buckets of a type is one array, for small ones lie on huge pages only together.
+    """
+    if device.type != "cpu":
+        return [empty(comm, count, dtype, device) for count, dtype in wanted]
+    ends: dict[torch.dtype, int] = {}
+    spans = []
+    for count, dtype in wanted:
+        unit = ALIGNED_BYTES // dtype.itemsize
+        start = -(-ends.get(dtype, 0) // unit) * unit
+        ends[dtype] = start + count
+        spans.append((dtype, start, count))
+    whole = {dtype: empty(comm, count, dtype, device) for dtype, count in ends.items()}
+    return [whole[dtype][start : start + count] for dtype, start, count in spans]
 
 
 def empty(comm: Communicator, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

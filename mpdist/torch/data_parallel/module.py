@@ -88,7 +88,8 @@ class DistributedDataParallel(TorchDataParallel):
             broadcast_buffers: at the start and before each forward all ranks get the buffers of rank 0.
             init_sync: compare parameters between ranks, and give all ranks those of rank 0.
             process_group: one of backend mpdist, in place of `comm`; `comm` takes it too.
-            bucket_cap_mb: gradients travel in messages of about this many MiB.
+            bucket_cap_mb: gradients travel in messages of about this many MiB; missing: as is best, see
+                docs/data_parallel.md.
             find_unused_parameters: forwards may leave parameters out, other ones on each rank.
             gradient_as_bucket_view: False: gradients are copied out of the buckets, into the tensors that they were.
             static_graph: each backward uses the same parameters in the same way; allows reentrant checkpoints that
@@ -124,8 +125,8 @@ class DistributedDataParallel(TorchDataParallel):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         usual_bytes = BUCKET_BYTES if self.device.type == "cpu" else DEVICE_BUCKET_BYTES
-        bucket_bytes = usual_bytes if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
-        self.bucket_bytes_cap = max(bucket_bytes, FIRST_BUCKET_BYTES)
+        bucket_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
+        self.bucket_bytes_cap = max(bucket_bytes or usual_bytes, FIRST_BUCKET_BYTES)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.device_type = self.device.type
         self.output_device = self.mixed_precision = self.logger = None

@@ -15,15 +15,14 @@ from torch import Tensor
 from mpdist.torch.data_parallel.bucket import Bucket
 
 if TYPE_CHECKING:
-    from mpdist.comm import Communicator
     from mpdist.torch.data_parallel.slot import Slot
 
 
 class PassingBucket(Bucket):
     """A bucket that gradients only pass through."""
 
-    def __init__(self, comm: Communicator, slots: Sequence[Slot], tail: int = 0, is_hooked: bool = False) -> None:
-        super().__init__(comm, slots, tail, is_hooked)
+    def __init__(self, slots: Sequence[Slot], starts: Sequence[int], flat: Tensor) -> None:
+        super().__init__(slots, starts, flat)
         self._own: list[Tensor] = []
         self._views: list[Tensor] = []
 

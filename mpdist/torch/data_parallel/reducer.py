@@ -66,7 +66,7 @@ class Reducer:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         sparse_parameters: set[torch.Tensor],
         unused: Unused,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         bucket_type: type[Bucket] = Bucket,
     ) -> None:
         self.comm = comm
@@ -413,10 +413,11 @@ class Reducer:
             changed = change.tell(self.comm, self._former, self.divisor, self.hook is not None)
         change.check(self.comm, self._all, changed, self.hook is not None)
         self._former = None
-        agreement = hold(plan.agree(self.comm, self.slots, None if self._is_absent else self._seen))
+        seen = None if self._is_absent else self._seen
+        agreement = hold(plan.agree(self.comm, self.slots, seen, self.overlap.has_thread))
         self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
-            self.comm, self.slots, agreement.order, self.bucket_bytes, self.hook is not None, self.bucket_type
+            self.comm, self.slots, agreement, self.bucket_bytes, self.hook is not None, self.bucket_type
         )
         for bucket in self.buckets:
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
