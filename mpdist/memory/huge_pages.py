@@ -15,6 +15,7 @@ import sys
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 
 from mpdist.memory.buffer import address_of
 
@@ -22,8 +23,10 @@ from mpdist.memory.buffer import address_of
 _COLLAPSE = 25
 # Some processors have huge pages of 512 MiB, of which no array fills one.
 LARGEST_BYTES = 32 * 1024**2
-# The kernel looks for free memory before each; where it finds none, no more are asked for.
+# After each piece it is looked whether the next is worth it: the kernel may have to make room for huge pages first, and
+# it waits for all processors to agree, a few milliseconds where they are busy.
 _PIECE_BYTES = 16 * 1024**2
+_SLOW_SECONDS = 0.1
 
 # Addresses that are kept free for a moment, multiples of huge pages and more than most gaps between mappings have.
 _PAD_BYTES = 64 * 1024**2
@@ -63,7 +66,10 @@ def gather(memory: mmap.mmap, start: int, end: int) -> None:
         return
     first, last = -(-start // unit) * unit, end // unit * unit
     for begin in range(first, last, _PIECE_BYTES):
+        started = perf_counter()
         try:
             memory.madvise(_COLLAPSE, begin, min(_PIECE_BYTES, last - begin))
         except OSError:  # an older kernel, an address that does not fit, or none left: small ones do as well
+            return
+        if perf_counter() > started + _SLOW_SECONDS:
             return

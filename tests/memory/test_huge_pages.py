@@ -131,6 +131,16 @@ def test_after_a_refusal_no_more_are_asked_for(monkeypatch: pytest.MonkeyPatch, 
     assert memory.asked == wanted[: pieces + 1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asked of Linux only")
+def test_where_it_takes_long_no_more_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.01, 1.0, 1.2])
+    monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(huge_pages, "perf_counter", lambda: next(times))
+    memory = Refusing(9)
+    gather(cast(Any, memory), 0, 64 << 20)
+    assert memory.asked == [(0, 16 << 20), (16 << 20, 16 << 20)]
+
+
 def test_less_than_a_huge_page_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: 2 << 20)
     memory = Refusing(9)
