@@ -120,13 +120,15 @@ class Folder:
                 fold_part([x[part] for x in sources], [out[part] for out in outs])
 
     def fold_apart(self, sources: Sequence[Array], out: Array) -> None:
-        """As `fold`, into memory that none of the sources has: several small plain ones in half of the time."""
-        if self.pair is None or len(sources) == 1 or len(out) > self._limit:
+        """As `fold`, into memory that none of the sources has: several small ones in half of the time, see `join`."""
+        if not self.pair_steps or len(sources) == 1 or len(out) > self._limit:
             self.fold(sources, (out,))
             return
-        QUIET.call(self.pair, sources[0], sources[1], out=out)
-        for source in sources[2:]:
-            QUIET.call(self.pair, out, source, out=out)
+        so_far, *between, last = sources
+        for source in between:
+            self.join(so_far, source, out)
+            so_far = out
+        self.join(so_far, last, out, is_last=True)
 
     def join(self, so_far: Array, source: Array, out: Array, is_last: bool = False) -> None:
         """Fold one source more into what is folded of those before it; where there are `pair_steps`.

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import ClosedError, UsageError
-from mpdist.gradients.buckets import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from mpdist.memory.heap import keep_freed
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
@@ -26,6 +25,7 @@ from mpdist.torch.data_parallel.ending import is_in_backward
 from mpdist.torch.data_parallel.groups import own_communicator, told
 from mpdist.torch.data_parallel.join import DataParallelHook, OwnJoin, Roll, authority
 from mpdist.torch.data_parallel.own_gradients import PassingBucket
+from mpdist.torch.data_parallel.plan import sizes_of_buckets
 from mpdist.torch.data_parallel.reducer import Reducer
 from mpdist.torch.data_parallel.sparse import sparse_parameters
 from mpdist.torch.data_parallel.unused import Unused
@@ -124,9 +124,9 @@ class DistributedDataParallel(TorchDataParallel):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        usual_bytes = BUCKET_BYTES if self.device.type == "cpu" else DEVICE_BUCKET_BYTES
         bucket_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1024**2))
-        self.bucket_bytes_cap = max(bucket_bytes or usual_bytes, FIRST_BUCKET_BYTES)
+        sizes = sizes_of_buckets(self.device.type == "cpu", bucket_bytes, is_hidden=True)
+        self.bucket_bytes_cap = max(sizes.most, FIRST_BUCKET_BYTES)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.device_type = self.device.type
         self.output_device = self.mixed_precision = self.logger = None
