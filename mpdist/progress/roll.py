@@ -39,6 +39,8 @@ _KEY_BITS = 40
 _KEYS = (1 << _KEY_BITS) - 1
 _CODES = 1 << 19
 _UNCHECKED = 1 << 59
+# No entry: its key is that of no collective.
+_NONE = 0
 
 # What is known of the codes of calls is dropped all at once.
 _MOST_CODES = 1024
@@ -157,6 +159,7 @@ class Signer:
         other = self._entries[first + place]
         if not _is_misfit(entry, other):
             return
+        self._entries[self._own + place] = _NONE  # this call is not made; who corrects its own must not meet it
         channel, rank = self._channel, self._near[first]
         calls = {channel.rank: self._text(self._own, entry), rank: self._text(first, other)}
         raise CollectiveMismatch(

@@ -96,6 +96,17 @@ def test_a_corrected_call_pairs_up() -> None:
     sign(first, 2, "x 2")
 
 
+def test_refused_calls_are_not_in_the_way() -> None:
+    """Who corrects its call first does not meet the wrong ones of others."""
+    first, *others = signers(3)
+    sign(first, 1, "x 2")
+    for rank in others:
+        with pytest.raises(CollectiveMismatch, match="rank 0 has called all_reduce x 2"):
+            sign(rank, 1, "x 3")
+    for rank in others:
+        sign(rank, 1, "x 2")
+
+
 def test_long_texts_differ_by_their_end() -> None:
     first, second = signers(2)
     sign(first, 1, "x" * 500 + "a")
