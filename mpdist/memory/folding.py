@@ -11,7 +11,7 @@ result    avg divides; narrowed if 16-bit, rounded once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from mpdist.memory.elements import BY_NAME, Array, Element
 from mpdist.memory.half import narrow_into, widen
 from mpdist.memory.half_folding import Block, HalfFolding
 from mpdist.memory.ops import Factor, ReduceOp, divide, division, fold, ufunc_of
-from mpdist.memory.quiet import QUIET
+from mpdist.memory.quiet import QUIET, Call
 from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
 
 # Two sources need no scratch: they and the result are to stay in a core's cache.
@@ -142,11 +142,12 @@ class Folder:
         if is_last and self._divides:
             QUIET.call(*division(out, self.terms, out))  # type: ignore[arg-type]  # there are terms
 
-    def calls_for_pair(self, first: Array, second: Array, out: Array) -> list[Callable[[], object]]:
+    def calls_for_pair(self, first: Array, second: Array, out: Array) -> list[Call]:
         """These steps, each to be made once and in this order; see `pair_steps`."""
-        calls: list[Callable[[], object]] = [partial(QUIET.call, self._ufunc, first, second, out=out)]
+        # NumPy deprecates that maximum and minimum take `out` by its position.
+        calls: list[Call] = [(partial(self._ufunc, first, second, out=out),)]
         if self._divides:
-            calls.append(partial(QUIET.call, *division(out, self.terms, out)))  # type: ignore[arg-type]  # there are
+            calls.append(division(out, self.terms, out))  # type: ignore[arg-type]  # there are terms
         return calls
 
     def _fold_one(self, sources: Sequence[Array], outs: Sequence[Array]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 # Since then what warns belongs to the context, not to the thread, and no Python is needed around the call.
 IS_ONE_CALL = int(np.__version__.split(".", 1)[0]) >= 2
+
+Call: TypeAlias = tuple[Any, ...]
+"""A function that runs no Python, and its arguments, as `QUIET.call` takes them."""
 
 
 class _Quiet(threading.local):

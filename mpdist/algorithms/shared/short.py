@@ -7,20 +7,22 @@ nothing into slots here, unlike in `small`.
 
 from __future__ import annotations
 
-from operator import call, length_hint
+from itertools import starmap
+from operator import length_hint
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT, Team
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_PLACES, Team
+from mpdist.memory.quiet import QUIET, Call
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from mpdist.algorithms.reduction import Reduction
     from mpdist.memory import Buffer
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 # Up to so much private memory goes through slots in any case; straight takes as long at best.
 SLOTS_BYTES = 64 * 1024
+
+
+Places: TypeAlias = tuple[int, int, int, int]
+"""Where this member's x and out are, and the other's, see Team.place_of."""
 
 
 class ShortPlan(AllReducePlan):
@@ -40,7 +46,7 @@ class ShortPlan(AllReducePlan):
         is_first: whether this is the first member.
     """
 
-    __slots__ = ("is_first", "mine", "pace")
+    __slots__ = ("_known", "is_first", "mine", "pace")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
@@ -48,6 +54,25 @@ class ShortPlan(AllReducePlan):
         self.is_first = team.rank == 0
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
+        self._known: dict[Places, list[Call]] = {}
+
+    def reducing(self, mine: Array, theirs: Array, out: Array) -> list[Call]:
+        """In the order of ranks."""
+        first, second = (mine, theirs) if self.is_first else (theirs, mine)
+        return self.folder.calls_for_pair(first, second, out)
+
+    def between_mapped(self, team: Team, places: Places) -> list[Call] | None:
+        """This member's whole share, to be made once, where all arrays of both are mapped; None where one is not."""
+        known = self._known.get(places)
+        if known is None and min(places) >= 0:
+            own, peer = team.rank, 1 - team.rank
+            members = own, own, peer, peer
+            arrays: list[Any] = [team.memory(*at, self.count, self.element) for at in zip(members, places, strict=True)]
+            x, out, theirs, target = (array[self.mine] for array in arrays)
+            if len(self._known) == KNOWN_PLACES:
+                self._known.clear()
+            self._known[places] = known = [*self.reducing(x, theirs, out), (np.copyto, target, out)]
+        return known
 
 
 class ShortAllReduce(TwoWays):
@@ -56,24 +81,26 @@ class ShortAllReduce(TwoWays):
     _plan: ShortPlan
     _held: tuple[Buffer, Buffer]
     _is_private = False
-    _calls: Iterator[Callable[[], object]] | None = None
-    """An iterator over the calls of NumPy that are not to be made twice, which has left what is to be made."""
+    _calls: Iterator[Call] | None = None
+    """Over those of NumPy that are not to be made twice; it has left what is to be made."""
+    _number_of_calls = 0
     _start = 0.0
 
     def _show(self, team: Team) -> None:
         plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace
         x, out = self._held
         at = FACTS_AT + side * FACTS
+        place = team.place_of(x)
         if pace is None:
             self._is_through = not team.were_mapped
             if self._is_through:
                 plan.slots.show(side, plan.nbytes, (0, self._x))
             else:
-                mine[at + X_AT] = place = team.place_of(x)
+                mine[at + X_AT] = place
                 mine[at + OUT_AT] = place if out is x else team.place_of(out)
-            plan.slots.mark(side, team.shared.offset_of(x) is not None)
+            plan.slots.mark(side, place >= 0)
         else:
-            mine[at + X_AT] = place = team.place_of(x)
+            mine[at + X_AT] = place
             mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
             mine[at + PACE] = pace.word
             is_through = pace.is_through_slots(plan.nbytes)
@@ -100,7 +127,7 @@ class ShortAllReduce(TwoWays):
         if not self._is_through:
             return self._go_straight(team)
         if not self._goes_on():
-            self._reduce(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out)
+            self._make(plan.reducing(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out))
         if pace is not None and plan.is_first and not team.spread.is_trying:
             pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
         team.channel.engine.credit -= plan.credit
@@ -116,9 +143,15 @@ class ShortAllReduce(TwoWays):
         return True
 
     def _do_share(self, team: Team) -> None:
-        plan, peer, part = self._plan, 1 - team.rank, self._plan.mine
-        x_at, out_at = team.fact(peer, X_AT), team.fact(peer, OUT_AT)
-        out = self._out[part]
+        plan, part, at = self._plan, self._plan.mine, FACTS_AT + self._side * FACTS
+        mine, other = team.mine, team.others[0]
+        x_at, out_at = other[at + X_AT], other[at + OUT_AT]
+        known = plan.between_mapped(team, (mine[at + X_AT], mine[at + OUT_AT], x_at, out_at))
+        if known is not None:
+            if not self._goes_on():
+                self._make(known)
+            return
+        peer, out = 1 - team.rank, self._out[part]
         theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
         if not self._goes_on():
             if type(theirs) is Remote:
@@ -126,28 +159,27 @@ class ShortAllReduce(TwoWays):
                 theirs.read_into(room, part.start)
             else:
                 room = theirs[part]
-            self._reduce(self._x[part], room, out)
+            self._make(plan.reducing(self._x[part], room, out))
         target: Any = theirs if out_at == x_at else team.memory(peer, out_at, plan.count, plan.element)
         if type(target) is Remote:
             target.write(out, part.start)
         else:
             np.copyto(target[part], out)
 
+    def _make(self, calls: Sequence[Call]) -> None:
+        self._number_of_calls = len(calls)
+        self._calls = iter(calls)
+        for _ in starmap(QUIET.call, self._calls):
+            pass
+
     def _goes_on(self) -> bool:
         """Whether it was interrupted after the first call; then those that are left are made now."""
         calls = self._calls
-        if calls is None or length_hint(calls) == self._plan.folder.pair_steps:
+        if calls is None or length_hint(calls) == self._number_of_calls:
             return False
-        for _ in map(call, calls):
+        for _ in starmap(QUIET.call, calls):
             pass
         return True
-
-    def _reduce(self, mine: Array, theirs: Array, out: Array) -> None:
-        plan = self._plan
-        first, second = (mine, theirs) if plan.is_first else (theirs, mine)
-        self._calls = iter(plan.folder.calls_for_pair(first, second, out))
-        for _ in map(call, self._calls):
-            pass
 
 
 ShortPlan.request = ShortAllReduce
