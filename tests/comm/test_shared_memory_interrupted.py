@@ -122,23 +122,45 @@ def inputs(comm: Communicator, count: int, resident: str) -> list[Any]:
 def interrupt_everywhere(
     comm: Communicator, xs: list[Any], post: Callable[[], list[Work[Any]]], check: Callable[[int, str], None]
 ) -> None:
-    """Post calls on new numbers again and again, and interrupt the wait for the last, on each rank in turn."""
-    for number in itertools.count():
-        for place, x in enumerate(xs):
-            x[:] = comm.rank + place + number
-        works = post()
-        is_interrupted = number % comm.size == comm.rank
-        interruptions = Interruptions(number // comm.size if is_interrupted else -1, "shared", FILES)
-        with raising():
-            try:
-                with interruptions:
-                    works[-1].wait()
-            except Interrupted:
+    """Post calls on new numbers again and again, and interrupt the wait for the last, on each rank in turn.
+
+    Each of two ranks at every place; of more ranks, which take long, each at one place in so many.
+    """
+    stride = 1 if comm.size == 2 else comm.size
+    places = {rank: itertools.count(rank % stride, stride) for rank in range(comm.size)}
+    number = 0
+    while places:
+        for rank in tuple(places):
+            place = next(places[rank])
+            if interrupt(comm, xs, post, check, number, rank, place):
+                assert place > 20
+                del places[rank]
+            number += 1
+
+
+def interrupt(
+    comm: Communicator,
+    xs: list[Any],
+    post: Callable[[], list[Work[Any]]],
+    check: Callable[[int, str], None],
+    number: int,
+    rank: int,
+    place: int,
+) -> bool:
+    """At one place of one rank; returns whether it has fewer."""
+    for index, x in enumerate(xs):
+        x[:] = comm.rank + index + number
+    works = post()
+    is_interrupted = rank == comm.rank
+    interruptions = Interruptions(place if is_interrupted else -1, "shared", FILES)
+    with raising():
+        try:
+            with interruptions:
                 works[-1].wait()
-        for work in works:
-            work.wait()
-        check(number, f"interrupted at place {number // comm.size}")
-        is_past = is_interrupted and interruptions.left >= 0
-        if comm.all_reduce(np.full(1, is_past), "lor").wait().any():
-            assert number > 20
-            return
+        except Interrupted:
+            works[-1].wait()
+    for work in works:
+        work.wait()
+    check(number, f"rank {rank} interrupted at place {place}")
+    is_past = is_interrupted and interruptions.left >= 0
+    return bool(comm.all_reduce(np.full(1, is_past), "lor").wait().any())

@@ -9,17 +9,45 @@ from __future__ import annotations
 import dis
 import signal
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+JUMPS_BACK = ("JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+
+# A wait looks again and again whether others have come: who is interrupted there for the fifth time learns nothing new.
+VISITS = 4
 
 
 class Interrupted(Exception):
     """By the handler."""
+
+
+class Places:
+    """Of one function, where CPython calls handlers.
+
+    Attributes:
+        calls: offsets of the instructions after which it does so, if they call what is not Python.
+        jumps: offsets of those before which it does so.
+        visits: how often each place was reached.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code
+        self.calls, self.jumps = _offsets(code)
+        self.visits: Counter[int] = Counter()
+
+
+@cache
+def _offsets(code: CodeType) -> tuple[set[int], set[int]]:
+    names = {found.offset: found.opname for found in dis.get_instructions(code)}
+    calls = {offset for offset, name in names.items() if name in CALLS}
+    return calls, {offset for offset, name in names.items() if name.startswith(JUMPS_BACK)}
 
 
 class Interruptions:
@@ -35,40 +63,61 @@ class Interruptions:
         self._folder = folder
         self._files = files
         self._before = sys.gettrace()
-        self._calls: dict[FrameType, bool] = {}
+        # By the addresses of their code, which they keep: its hash takes long.
+        self._places: dict[int, Places] = {}
+        self._others: dict[int, CodeType] = {}
+        # Frames that have called something, and where; what that is is not known yet.
+        self._calling: dict[FrameType, int] = {}
 
     def __enter__(self) -> None:
-        sys.settrace(self._begins)
+        if self.left >= 0:
+            sys.settrace(self._begins)
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         sys.settrace(self._before)
 
     def _begins(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_back in self._calls:
-            self._calls[frame.f_back] = False  # what was called is Python
-        path = Path(frame.f_code.co_filename)
-        if path.parent.name != self._folder or "mpdist" not in path.parts or path.stem not in self._files:
+        if frame.f_back is not None:
+            self._calling.pop(frame.f_back, None)  # what was called is Python
+        places = self._places_of(frame.f_code)
+        if places is None:
             return None
         frame.f_trace = self._goes_on  # from Python 3.12 on f_trace_opcodes has an effect only where there is one
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        self._reached()
+        self._reached(places, -1)
         return self._goes_on
 
     def _goes_on(self, frame: FrameType, event: str, argument: object) -> Any:
+        called_at = self._calling.pop(frame, None) if self._calling else None
         if event != "opcode":
-            self._calls.pop(frame, None)
             return self._goes_on
-        if self._calls.pop(frame, False):
-            self._reached()
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if name in CALLS:
-            self._calls[frame] = True
-        elif name.startswith(("JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
-            self._reached()
+        places = self._places[id(frame.f_code)]
+        if called_at is not None:
+            self._reached(places, called_at)
+        offset = frame.f_lasti
+        if offset in places.calls:
+            self._calling[frame] = offset
+        elif offset in places.jumps:
+            self._reached(places, offset)
         return self._goes_on
 
-    def _reached(self) -> None:
+    def _places_of(self, code: CodeType) -> Places | None:
+        """None of a function that is not counted."""
+        known = self._places.get(id(code))
+        if known is not None or id(code) in self._others:
+            return known
+        path = Path(code.co_filename)
+        if path.parent.name == self._folder and "mpdist" in path.parts and path.stem in self._files:
+            known = self._places[id(code)] = Places(code)
+        else:
+            self._others[id(code)] = code
+        return known
+
+    def _reached(self, places: Places, offset: int) -> None:
+        places.visits[offset] += 1
+        if places.visits[offset] > VISITS:
+            return
         if self.left == 0:
             sys.settrace(None)
             self.left = -1
