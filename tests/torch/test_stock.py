@@ -16,14 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_support.older import (
-    MixedPrecisionPolicy,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    fully_shard,
     has_events_of_two_threads,
     loads_in_a_part,
-    scales_gradients,
     shapes_of,
     shards_on_cpu,
 )
@@ -238,6 +232,8 @@ def mesh_of_all(group: dist.ProcessGroup, *names: str) -> Iterator[Any]:
 @pytest.mark.skipif(not shards_on_cpu, reason=f"FSDP2 of torch {torch.__version__} needs a GPU")
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
 def test_fsdp2(group: dist.ProcessGroup, precision: torch.dtype | None) -> None:
+    from torch_support.sharded import MixedPrecisionPolicy, fully_shard
+
     with mesh_of_all(group) as mesh:
         net = Net()
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
@@ -261,6 +257,7 @@ def test_fsdp1(group: dist.ProcessGroup) -> None:
 
 def test_dtensor_and_tensor_parallel(group: dist.ProcessGroup) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch_support.sharded import Replicate, Shard, distribute_tensor
 
     with mesh_of_all(group) as mesh:
         whole = torch.arange(12.0 * group.size()).reshape(2 * group.size(), 6)
@@ -284,7 +281,7 @@ def test_dtensor_and_tensor_parallel(group: dist.ProcessGroup) -> None:
 
 
 def test_pipeline(group: dist.ProcessGroup) -> None:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch_support.sharded import PipelineStage, ScheduleGPipe, scales_gradients
 
     torch.manual_seed(5)
     layers = [nn.Linear(6, 6) for _ in range(group.size())]
@@ -313,6 +310,7 @@ def test_checkpoint_is_loaded_on_another_number_of_ranks(
     group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory, is_async: bool
 ) -> None:
     import torch.distributed.checkpoint as checkpoint
+    from torch_support.sharded import fully_shard
 
     folder = mpdist.init().broadcast_object(str(tmp_path_factory.mktemp("saved")), src=0).wait()
     with mesh_of_all(group) as mesh:

@@ -8,38 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import ScheduleGPipe
-
-try:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-except ImportError:  # torch 2.4, 2.5
-    from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
-
-try:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import Replicate, Shard, distribute_tensor
-
-__all__ = [
-    "MixedPrecisionPolicy",
-    "Replicate",
-    "Shard",
-    "distribute_tensor",
-    "fully_shard",
-    "has_events_of_two_threads",
-    "hears_of_invariants",
-    "keeps_order",
-    "loads_in_a_part",
-    "scales_gradients",
-    "shapes_of",
-    "shards_on_cpu",
-]
 
 keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """Whether new_group can leave its ranks as they are given."""
-
-scales_gradients = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
-"""Whether a pipeline divides gradients by the number of microbatches."""
 
 hears_of_invariants = not torch.__version__.startswith(("2.11.", "2.12."))
 """Whether a sparse tensor made with check_invariants=False comes without the warning that nothing was said."""
