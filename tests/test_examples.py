@@ -175,6 +175,7 @@ def test_training_on_a_gpu_learns_as_on_the_cpu(name: str) -> None:
     assert accuracy_in(output.splitlines()[-1]) >= 90
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", GPU_NAMES)
 def test_gpu_example_prints_on_a_simulated_gpu_what_its_docstring_says(name: str) -> None:
     for run in documented(name):
@@ -182,6 +183,7 @@ def test_gpu_example_prints_on_a_simulated_gpu_what_its_docstring_says(name: str
         assert doctest.OutputChecker().check_output(run.output.rstrip() + "\n", output, doctest.ELLIPSIS), output
 
 
+@pytest.mark.any_mpi
 @pytest.mark.skipif(GPU_DEVICE.exists(), reason="torch has one kind of GPU in a process")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=has_torch) for each in ON_GPU])
 def test_training_on_a_simulated_gpu_learns(name: str) -> None:
@@ -189,6 +191,7 @@ def test_training_on_a_simulated_gpu_learns(name: str) -> None:
     assert accuracy_in(output.splitlines()[-1]) >= 75  # after 2 epochs
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
 def test_gpu_example_says_what_to_install_without_cupy(name: str) -> None:
     options = ["--device", "cuda"] if name in ON_GPU else []
@@ -197,6 +200,7 @@ def test_gpu_example_says_what_to_install_without_cupy(name: str) -> None:
     assert "mpdist[cuda13]" in line
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
 def test_gpu_example_says_that_there_is_no_gpu(name: str) -> None:
     """With a CuPy that finds no GPU."""

@@ -10,7 +10,7 @@ import pytest
 from ranks.verdict import Record, judge
 
 # Each starts several launches; with Open MPI a launch takes a second at rest.
-pytestmark = [pytest.mark.job, pytest.mark.limit(240)]
+pytestmark = [pytest.mark.job, pytest.mark.any_mpi, pytest.mark.limit(240)]
 
 INI = """
 [pytest]

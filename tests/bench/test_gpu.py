@@ -15,6 +15,7 @@ from ranks.plugin import GPU_DEVICE
 
 pytestmark = [
     pytest.mark.job,
+    pytest.mark.any_mpi,
     pytest.mark.limit(180),
     pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed"),
 ]

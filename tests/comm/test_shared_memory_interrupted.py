@@ -17,7 +17,7 @@ from progress.interruptions import Interrupted, Interruptions, raising
 from mpdist import Communicator, Work
 from mpdist.algorithms.shared.pace import Pace
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(240)]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.any_mpi, pytest.mark.limit(240)]
 
 FILES = (
     "few",

@@ -18,7 +18,7 @@ from mpdist.memory.segments import ENTRIES
 from mpdist.memory.slots import PROOF_BYTES
 from mpdist.progress.shown import show, showing, taking
 
-pytestmark = pytest.mark.ranks(2, 3, 4)
+pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.any_mpi]
 
 Comm = mpdist.Communicator
 

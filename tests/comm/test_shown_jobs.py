@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runtime.programs import run
 
-pytestmark = [pytest.mark.job, pytest.mark.limit(60)]
+pytestmark = [pytest.mark.job, pytest.mark.any_mpi, pytest.mark.limit(60)]
 
 SCRIPT = str(Path(__file__).with_name("scripts") / "shown.py")
 

@@ -20,8 +20,12 @@ from mpdist.torch.data_parallel import overlap
 from mpdist.torch.data_parallel.streams import Streams
 
 pytestmark = [
-    pytest.mark.ranks(1, 2), pytest.mark.limit(120), pytest.mark.apart, pytest.mark.usefixtures("gloo", "device")
-]  # fmt: skip
+    pytest.mark.ranks(1, 2),
+    pytest.mark.limit(120),
+    pytest.mark.apart,
+    pytest.mark.any_mpi,
+    pytest.mark.usefixtures("gloo", "device"),
+]
 
 HERE = Path(__file__).parent
 # What these compute beside the wrapped module is on the CPU.

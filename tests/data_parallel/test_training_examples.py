@@ -14,7 +14,7 @@ from ranks.launch import mpiexec
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.job, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.job, pytest.mark.any_mpi, pytest.mark.limit(120)]
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = re.compile(r"^\$ mpirun -n (\d+) python examples/(\S+)(.*)\n((?:.+\n?)+)", re.MULTILINE)

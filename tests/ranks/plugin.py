@@ -30,6 +30,7 @@ MARKS = {
     "gpu": "needs an NVIDIA GPU",
     "large": "needs much memory or time; runs with --large only",
     "job": "launches real jobs, and may kill them",
+    "any_mpi": "tests what no MPI changes: where all tests run with each MPI, one is enough for it",
 }
 GPU_DEVICE = Path("/dev/nvidia0")
 

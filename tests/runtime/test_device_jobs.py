@@ -7,7 +7,7 @@ from runtime.programs import SCRIPTS, report, run
 
 SCRIPT = str(SCRIPTS / "on_device.py")
 
-pytestmark = [pytest.mark.job, pytest.mark.limit(60)]
+pytestmark = [pytest.mark.job, pytest.mark.any_mpi, pytest.mark.limit(60)]
 
 
 @pytest.mark.parametrize("way", ["led", "slots", "message"])
