@@ -90,17 +90,16 @@ class ShortAllReduce(TwoWays):
         plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace
         x, out = self._held
         at = FACTS_AT + side * FACTS
-        place = team.place_of(x)
         if pace is None:
             self._is_through = not team.were_mapped
             if self._is_through:
                 plan.slots.show(side, plan.nbytes, (0, self._x))
             else:
-                mine[at + X_AT] = place
+                mine[at + X_AT] = place = team.place_of(x)
                 mine[at + OUT_AT] = place if out is x else team.place_of(out)
-            plan.slots.mark(side, place >= 0)
+            plan.slots.mark(side, team.shared.offset_of(x) is not None)
         else:
-            mine[at + X_AT] = place
+            mine[at + X_AT] = place = team.place_of(x)
             mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
             mine[at + PACE] = pace.word
             is_through = pace.is_through_slots(plan.nbytes)
