@@ -19,12 +19,35 @@ _REASON = "mpdist communicates"
 
 def leave_alone(function: F) -> F:
     """Let a function, and all that it calls, run as plain Python."""
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    frames = _frames()
     if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        _skip(frames, function, frames._FrameAction.SKIP)
     elif hasattr(frames, "skip_code"):
         function = _without_dynamo(function, frames)
+    return _marked(function)
+
+
+def leave_alone_itself(function: F) -> F:
+    """Let a function run as plain Python, but not what it calls, as a wrapped module's forward."""
+    frames = _frames()
+    if hasattr(frames, "set_code_exec_strategy"):
+        _skip(frames, function, frames._FrameAction.DEFAULT)
+    elif hasattr(frames, "skip_code"):
+        frames.skip_code(function.__code__)
+    return _marked(function)
+
+
+def _frames() -> Any:
+    """What says, without Dynamo, which code it is to look into."""
+    return getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+
+
+def _skip(frames: Any, function: F, for_callees: Any) -> None:
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees))
+
+
+def _marked(function: F) -> F:
+    """Where Dynamo traces a caller, its graph ends before the call."""
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON

@@ -167,7 +167,7 @@ def hooks() -> Iterator[Any]:
     )
 
 
-@pytest.mark.parametrize(("hook", "tolerance"), hooks())
+@pytest.mark.parametrize(("hook", "tolerance"), list(hooks()))
 def test_ddp_with_a_hook(group: dist.ProcessGroup, hook: Callable[[], tuple[Any, Any]], tolerance: float) -> None:
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=1e-4)

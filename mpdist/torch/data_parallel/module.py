@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory.heap import keep_freed
+from mpdist.torch.compiling import leave_alone, leave_alone_itself
 from mpdist.torch.data_parallel import options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers, has_buffers
@@ -160,7 +161,7 @@ class DistributedDataParallel(TorchDataParallel):
 
     # ------------------------------------------------------------------ forward
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # torch's
+    @leave_alone_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -172,7 +173,7 @@ class DistributedDataParallel(TorchDataParallel):
         self._expect(averages, output)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @leave_alone
     def _prepare(self, averages: bool) -> None:
         """What all ranks do together before a forward; nothing where a checkpoint calls it again within backward."""
         if is_in_backward():
@@ -189,7 +190,7 @@ class DistributedDataParallel(TorchDataParallel):
             source = authority(self.comm, True) if self._join_config.enable else 0
             self._sync_module_buffers(source)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @leave_alone
     def _expect(self, averages: bool, output: Any) -> None:
         self.require_forward_param_sync = averages
         if averages:
