@@ -47,7 +47,13 @@ class Suite:
 
     def add(self, name: str, text: str) -> None:
         """One more file beside it."""
-        self._pytester.makepyfile(**{name: HEAD + dedent(text)})
+        path = self._pytester.path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(HEAD + dedent(text))
+
+    def fixtures(self, folder: str) -> None:
+        """A conftest.py in that folder."""
+        (self._pytester.path / folder / "conftest.py").write_text("")
 
     def again(self, *arguments: str) -> pytest.RunResult:
         return self._pytester.runpytest_subprocess("-v", *arguments, timeout=100)
@@ -95,19 +101,35 @@ def test_a_group_is_launched_once(suite: Suite) -> None:
     assert len(set(lines)) == 2
 
 
-def test_files_of_a_folder_share_a_launch_unless_one_is_to_be_apart(suite: Suite) -> None:
-    tells = """
-        def test_it():
-            print(world().rank, "of", __name__, "is", os.getpid())
-            assert False
-    """
-    suite.add("test_first", tells)
-    suite.add("test_other", "pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]\n" + dedent(tells))
-    suite.add("test_third", tells)
-    result = suite.again()
+TELLS_ITS_PROCESS = """
+    def test_it():
+        print(world().rank, "of", __name__, "is", os.getpid())
+        assert False
+"""
+
+
+def processes(result: pytest.RunResult) -> dict[str, set[str]]:
+    """Of each file the processes in which its test ran."""
     result.assert_outcomes(failed=3)
-    lines = {line for line in result.stdout.lines if " is " in line}
-    of = {name: {line.split()[-1] for line in lines if name in line} for name in ("first", "other", "third")}
+    lines = [line for line in result.stdout.lines if " is " in line]
+    return {name: {line.split()[-1] for line in lines if name in line} for name in ("first", "other", "third")}
+
+
+def test_files_of_a_folder_share_a_launch_unless_one_is_to_be_apart(suite: Suite) -> None:
+    suite.add("test_first", TELLS_ITS_PROCESS)
+    apart = "pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]\n"
+    suite.add("test_other", apart + dedent(TELLS_ITS_PROCESS))
+    suite.add("test_third", TELLS_ITS_PROCESS)
+    of = processes(suite.again())
+    assert of["first"] == of["third"]
+    assert not of["first"] & of["other"]
+
+
+def test_folders_share_a_launch_unless_one_has_fixtures_of_its_own(suite: Suite) -> None:
+    for folder in ("first", "other", "third"):
+        suite.add(f"{folder}/test_{folder}", TELLS_ITS_PROCESS)
+    suite.fixtures("other")
+    of = processes(suite.again())
     assert of["first"] == of["third"]
     assert not of["first"] & of["other"]
 

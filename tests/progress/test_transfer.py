@@ -19,7 +19,8 @@ from mpdist.memory import BY_DTYPE
 from mpdist.progress import wire
 from mpdist.progress.transfer import Pieces
 
-pytestmark = pytest.mark.ranks(2)
+# What other tests have freed would be memory for large arrays.
+pytestmark = [pytest.mark.ranks(2), pytest.mark.apart]
 
 COUNT = 8 * 1024**2  # 64 MiB of float64
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -42,6 +43,7 @@ class Inner:
         self._lines = self._socket.makefile("r")
         self._stack_file = open(stack_path(self._folder, self._rank), "w")  # noqa: SIM115
         self._broken: list[str] = []
+        self._kept_with_torch: bool | None = None
         self._send(event="hello", rank=self._rank, pid=os.getpid())
         config.option.basetemp = str(self._folder / f"tmp{self._rank}")
         signal.signal(signal.SIGUSR2, self._tell_where)
@@ -70,6 +72,7 @@ class Inner:
         return True
 
     def _run(self, items: list[pytest.Item], index: int) -> None:
+        self._keep_modules()
         item, nextitem = items[index], items[index + 1] if index + 1 < len(items) else None
         # The outer half may leave out tests between two others.
         item.session._setupstate.teardown_exact(item)
@@ -77,6 +80,14 @@ class Inner:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         faulthandler.cancel_dump_traceback_later()
         self._send(event="done")
+
+    def _keep_modules(self) -> None:
+        """What tests and large libraries are made of is no garbage: to look for some there takes 0.1 s each time."""
+        has_torch = sys.modules.get("torch") is not None
+        if self._kept_with_torch != has_torch:
+            self._kept_with_torch = has_torch
+            gc.collect()
+            gc.freeze()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:

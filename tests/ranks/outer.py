@@ -1,4 +1,4 @@
-"""The outer half: an item per test and rank count, a launch per folder and rank count, one report.
+"""The outer half: an item per test and rank count, a launch per conftest.py and rank count, one report.
 
 An item's run tells the ranks to run that test and waits for all of them. When a
 rank hangs, dies, or fails while others wait for it, the launch is killed, and the
@@ -7,10 +7,12 @@ next item of the group starts a new one with the tests that remain.
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ LAST_WORDS_SECONDS = 3.0
 
 
 class Group(NamedTuple):
-    """What shares a launch: the tests of a folder, or of a file whose tests are to be by themselves."""
+    """What shares a launch: the tests below a folder, or of a file whose tests are to be by themselves."""
 
     path: Path
     ranks: int
@@ -137,14 +139,15 @@ class Outer:
         """Bring the tests of a group together, in it those of a file and a loop, and leave the rest in order."""
         order: dict[Path, int] = {}
         for item in items:
-            for path in (item.path.parent, _home(item), item.path):
+            for path in (_home(item), item.path):
                 order.setdefault(path, len(order))
 
         def place(item: pytest.Item) -> tuple[int, ...]:
             ranks, loop = (item.ranks, item.loop) if isinstance(item, RanksItem) else (0, 0)
-            return order[item.path.parent], order[_home(item)], ranks, order[item.path], loop
+            return order[_home(item)], ranks, order[item.path], loop
 
         items.sort(key=place)
+        gc.freeze()  # the tests live on: looking through thousands for garbage takes longer than most tests
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
@@ -295,13 +298,19 @@ def _note_lost(launch: Launch, records: list[Record]) -> None:
 
 
 def _home(item: pytest.Item) -> Path:
-    """Where the tests are that share a launch with it."""
-    return item.path if item.get_closest_marker("apart") else item.path.parent
+    """Below which the tests are that share a launch with it: the folder of the conftest.py that has their fixtures."""
+    return item.path if item.get_closest_marker("apart") else _folder_of_fixtures(item.path.parent)
+
+
+@lru_cache
+def _folder_of_fixtures(folder: Path) -> Path:
+    return next((each for each in (folder, *folder.parents) if (each / "conftest.py").exists()), folder)
 
 
 def _inner_arguments(config: pytest.Config) -> list[str]:
     """Options of the inner pytests: what changes how tests are collected, run and shown."""
-    arguments = ["-p", "no:cacheprovider", "--rootdir", str(config.rootpath)]
+    # What is logged shows on stderr: to catch it by itself takes longer than a short test.
+    arguments = ["-p", "no:cacheprovider", "-p", "no:logging", "--rootdir", str(config.rootpath)]
     arguments += [f"--limit={config.option.limit}"]
     arguments += [f"--loop={config.option.loop}"] if config.option.loop else []
     if config.inipath is not None:

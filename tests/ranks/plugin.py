@@ -2,8 +2,8 @@
 
 A module says `pytestmark = pytest.mark.ranks(1, 2, 3, 4)` to run its tests on so
 many ranks, adds `pytest.mark.loops` to run its async tests under asyncio's loop
-and uvloop's, and gives a test another time limit by `@pytest.mark.limit(seconds)`. The modules of a
-folder share a launch, for starting one takes longer than most tests; one that leaves
+and uvloop's, and gives a test another time limit by `@pytest.mark.limit(seconds)`. All modules below a
+conftest.py share a launch, for starting one takes longer than most tests; one that leaves
 its process changed says `pytest.mark.apart`.
 """
 
@@ -23,7 +23,7 @@ from ranks.inner import Inner, limit_of
 from ranks.outer import Outer, RanksItem
 
 MARKS = {
-    "ranks(*counts)": "run on so many ranks, each count in one launch per folder",
+    "ranks(*counts)": "run on so many ranks, each count in one launch for all below a conftest.py",
     "apart": "of a module: its tests share a launch with no other module's",
     "limit(seconds)": "a test that takes longer fails",
     "loops": "async tests run under asyncio's loop and under uvloop's",

@@ -134,6 +134,12 @@ def test_torch_s_part_is_loaded_when_it_is_named() -> None:
     assert python("print(mpdist.torch.Metrics.__name__)").stdout == "Metrics\n"
 
 
+def test_data_parallel_is_loaded_without_torch_s_compiler() -> None:
+    pytest.importorskip("torch")
+    text = "print(mpdist.torch.DistributedDataParallel.__name__, 'torch._dynamo' in sys.modules)"
+    assert python(text).stdout == "DistributedDataParallel False\n"  # it takes longer to load than all of torch
+
+
 @pytest.mark.parametrize("text", ["mpdist.torch.check", "import mpdist.torch"])
 def test_torch_s_part_without_torch_says_what_to_install(text: str) -> None:
     done = python(f"sys.modules['torch'] = None; {text}")
