@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpdist.algorithms.crossing import SLICE_BYTES, WINDOW, Crossing, crosses_in_two_steps
+from mpdist.algorithms.shared.calls import kind_of
 from mpdist.algorithms.shared.reduction import Reducing
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED, TAKEN
 from mpdist.algorithms.shared.turn import Turn
@@ -41,7 +42,7 @@ def all_reduce(cluster: Cluster, x: Buffer, out: Buffer, how: Reduction) -> Step
         task.limit(cluster.rails * SLICE_BYTES)
     if not team.is_free():
         yield team.free()
-    before = team.begin(task.rounds + _QUIET_ROUNDS, task.name, x.nbytes, *task.facts())
+    before = team.begin(task.rounds + _QUIET_ROUNDS, task.name, x.nbytes, kind_of(x.element, how.op), *task.facts())
     last = before + task.rounds + _QUIET_ROUNDS
     turn = Turn(team.channel.engine)
     is_staging = task.x_place == PRIVATE

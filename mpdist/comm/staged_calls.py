@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpdist.algorithms.devices.announcing import DeviceCollective
 from mpdist.comm.given import Given
 from mpdist.comm.staging import Staging
-from mpdist.comm.straight import give_up, straight
+from mpdist.comm.straight import give_up, is_compared, straight
 from mpdist.errors import DeviceFailed, UnsupportedBuffer
 from mpdist.memory import Device, as_buffer
 from mpdist.progress.collective import Collective, one_call
@@ -106,15 +106,27 @@ class StagedChannel:
         is_unchecked: bool | None = None,
     ) -> Collective[Any]:
         real: Channel = self._operations._channel
+        if is_unchecked is None:
+            is_unchecked = hasattr(program, "is_single_step")
+        if is_unchecked:
+            is_unchecked = not is_compared(real, op, arguments)
         kept = [self._without_staging(argument) for argument in arguments]
         steps = partial(_program, self._staging, real, op, program, kept)
         return real.post(op, steps, details, kind=DeviceCollective, is_unchecked=is_unchecked)
 
     def post_direct(
-        self, op: str, words: Words, result: Any, call: Callable[..., Request], *arguments: Any, **_: object
+        self,
+        op: str,
+        words: Words,
+        result: Any,
+        call: Callable[..., Request],
+        *arguments: Any,
+        is_unchecked: bool | None = True,
+        **_: object,
     ) -> Collective[Any]:
         describe, *rest = words
-        return self.post(op, one_call, partial(describe, *rest), call, arguments, result)
+        details = partial(describe, *rest)
+        return self.post(op, one_call, details, call, arguments, result, is_unchecked=bool(is_unchecked))
 
     def _without_staging(self, argument: Any) -> Any:
         """Programs go on after the call, on the channel itself."""

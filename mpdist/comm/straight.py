@@ -15,8 +15,9 @@ from mpdist.algorithms.devices.joining import Joining, can_join
 from mpdist.algorithms.devices.plan import Plan
 from mpdist.algorithms.devices.programs import Running
 from mpdist.algorithms.devices.team import HaveCome, Team
-from mpdist.algorithms.devices.words import Facts, handle_in, words_of_handle
+from mpdist.algorithms.devices.words import Facts, State, handle_in, words_of_handle
 from mpdist.algorithms.reduction import Reduction
+from mpdist.algorithms.shared.calls import kind_of
 from mpdist.algorithms.shared.reduction import factors_in, words_of
 from mpdist.comm.mirror import Mirror
 from mpdist.comm.staging import flat
@@ -209,7 +210,8 @@ def straight(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps
     if team is None or call is None:
         joining.tell_host(number)
         return None
-    team.tell_device(number, op, call.x.nbytes, *call.facts(joining))
+    kind = kind_of(call.x.element, None if call.how is None else call.how.op)
+    team.tell_device(number, op, call.x.nbytes, kind, *call.facts(joining))
     if not team.have_come(number):
         yield HaveCome(team, number)
     told = team.calls.facts(number)
@@ -218,6 +220,13 @@ def straight(channel: Channel, op: str, arguments: Sequence[Any]) -> Steps[Steps
     _check(channel, team, op, told)
     way = call.way(team, told)
     return None if way is None else call.run(team, told, way)
+
+
+def is_compared(channel: Channel, op: str, arguments: Sequence[Any]) -> bool:
+    """Whether the ranks tell each other of a collective of these arguments before it goes any way."""
+    joining = channel.devices
+    has_joined = isinstance(joining, Joining) and joining.state is State.PROVEN
+    return has_joined and Call.of(op, arguments) is not None
 
 
 def give_up(channel: Channel) -> None:

@@ -35,6 +35,11 @@ class ReduceOp:
     factor: Factor | None = None
     function: UserFunction | None = None
 
+    @property
+    def code(self) -> int:
+        """1 to 15, one for all functions of users."""
+        return _FUNCTION_CODE if self.function is not None else _CODES[self.name]
+
     def __str__(self) -> str:
         return self.name if self.factor is None else f"{self.name}({self.factor!r})"
 
@@ -56,8 +61,11 @@ _UFUNCS: dict[str, np.ufunc] = {
     "lxor": np.logical_xor,
     "premul_sum": np.add,
 }
+_CODES: dict[str, int] = {name: code for code, name in enumerate(_UFUNCS, 1)}
+_FUNCTION_CODE = 15
 _OPS: dict[str, ReduceOp] = {name: ReduceOp(name) for name in _UFUNCS if name != "premul_sum"}
 OP_NAMES: tuple[str, ...] = tuple(_OPS)
+NAMES_BY_CODE: dict[int, str] = {code: name for name, code in _CODES.items()} | {_FUNCTION_CODE: "a function"}
 
 # Of one sequence, with a start or a key: with two arrays they give something else, or an error.
 _BUILTINS: dict[object, str] = {sum: "sum", min: "min", max: "max", any: "lor", all: "land"}

@@ -13,7 +13,11 @@ import numpy as np
 IS_ONE_CALL = int(np.__version__.split(".", 1)[0]) >= 2
 
 Call: TypeAlias = tuple[Any, ...]
-"""A function that runs no Python, and its arguments, as `QUIET.call` takes them."""
+"""A function that runs no Python, and its arguments, as `QUIET.call` takes them.
+
+A signal's handler that raises comes before it or after it. Ufuncs are such functions, partials of them and
+`operator.setitem`; `np.copyto` and others of NumPy's are not, for they dispatch in Python.
+"""
 
 
 class _Quiet(threading.local):

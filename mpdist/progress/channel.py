@@ -212,7 +212,12 @@ class Channel:
                 return self._post_indirect(op, words, result, call, arguments, is_unchecked)
             if self.signer is not None and is_unchecked is not None:
                 self.signer.sign(self.sequence + 1, op, words, is_unchecked)
-            work._request = call(*arguments)
+            try:
+                work._request = call(*arguments)
+            except BaseException:  # MPI's, or of a signal's handler
+                if self.signer is not None:
+                    self.signer.take_back(self.sequence + 1)
+                raise
             self.sequence += 1
             work.sequence = self.sequence
             self.recent.append((op, words, place))

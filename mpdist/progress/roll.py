@@ -133,6 +133,10 @@ class Signer:
         words: Words = (details.func, *details.args) if type(details) is partial else (str, details())
         self.sign(sequence, op, words, is_unchecked)
 
+    def take_back(self, sequence: int) -> None:
+        """This call is not made: who corrects its own must not meet it."""
+        self._entries[self._own + (self._offset + sequence) % _ENTRIES] = _NONE
+
     def _code(self, op: str, details: str) -> int:
         """Code of a call, in its place in an entry; others find its text from now on."""
         call = f"{op} {'' if op in OWN_DETAILS else comparable(details)}".strip().encode(errors="replace")
@@ -155,16 +159,21 @@ class Signer:
         """Raise CollectiveMismatch, unless they find out by themselves."""
         if not _is_misfit(entry, self._entries[first + place]):
             return
-        time.sleep(_SETTLE_SECONDS)
+        try:
+            time.sleep(_SETTLE_SECONDS)
+        except BaseException:  # of a signal's handler
+            self.take_back(sequence)
+            raise
         other = self._entries[first + place]
         if not _is_misfit(entry, other):
             return
-        self._entries[self._own + place] = _NONE  # this call is not made; who corrects its own must not meet it
+        self.take_back(sequence)
         channel, rank = self._channel, self._near[first]
         calls = {channel.rank: self._text(self._own, entry), rank: self._text(first, other)}
         raise CollectiveMismatch(
             f"call {sequence} on {channel.where()} differs between ranks: this rank calls {calls[channel.rank]}, "
-            f"rank {rank} has called {calls[rank]}. Nothing was posted here: rank {rank} waits for the same call. "
+            f"rank {rank} has called {calls[rank]}. Nothing was posted here: rank {rank} waits for the same call, "
+            "unless it was refused, too. "
             "MPDIST_DEBUG=1 tells each rank's line",
             calls,
         )

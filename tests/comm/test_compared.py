@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from algorithms.forcing import NATIVE, forced
+from memory.simulated import Simulated
 
 import mpdist
 from mpdist import Communicator
@@ -60,6 +61,24 @@ async def test_another_size(comm: Communicator, op: str) -> None:
                 lambda comm, x: call(comm, np.ones(24 * comm.size, np.float32)),
                 rf"this rank calls {op} float32 x {2 * count}.*has called {op} float32 x {count}.*waits for the same",
             )
+        assert (await made.all_reduce(np.ones(3)) == made.size).all()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", CALLS)
+async def test_another_size_on_a_device(comm: Communicator, fake_gpu: Simulated, op: str) -> None:
+    call = CALLS[op]
+
+    def usual(comm: Communicator, x: Any) -> mpdist.Work[Any]:
+        return call(comm, fake_gpu.array(x))
+
+    def twice(comm: Communicator, x: Any) -> mpdist.Work[Any]:
+        return usual(comm, np.concatenate([x, x]))
+
+    async with forced(comm, NATIVE) as made:
+        for _ in range(3):
+            await differing(made, usual, twice, f"this rank calls {op} float32 x {24 * comm.size}")
         assert (await made.all_reduce(np.ones(3)) == made.size).all()
 
 

@@ -5,6 +5,7 @@ Each place is tried in turn, see `interruptions`.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from progress.interruptions import Interrupted, Interruptions, raising
 
 from mpdist import Communicator, Work
 from mpdist.algorithms.shared.pace import Pace
+from mpdist.algorithms.shared.team import BARRIER, STAGED
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.any_mpi, pytest.mark.limit(240)]
 
@@ -111,6 +113,88 @@ def test_everybody_gets_what_the_root_has(comm: Communicator, way: Way, resident
 
         interrupt_everywhere(made, xs, post, check)
         made.close().wait()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("resident", ["none", "all"])
+@pytest.mark.parametrize("count", [500, 16_000])
+async def test_a_call_of_which_nobody_heard_may_be_made_again(
+    comm: Communicator, count: int, resident: str, is_second: bool
+) -> None:
+    """Rank 0 is interrupted while it posts, at each place until the other has heard; another call may be under way."""
+    with replaced(comm, SHARED):
+        made = await comm.dup()
+    await made.barrier()
+    earlier, x, _ = inputs(made, count, resident)
+    await made.all_reduce(x)
+    for place in itertools.count():
+        earlier[:] = x[:] = 1 + made.rank
+        works, has_heard, is_past = [], False, False
+        if made.rank == 0:
+            works += [made.all_reduce(earlier)] if is_second else []
+            has_heard, is_past = post_again(works, lambda: made.all_reduce(x), made, STAGED, place)
+        has_heard, is_past = await comm.broadcast_object((has_heard, is_past), 0)
+        if has_heard:
+            break
+        if made.rank == 1:
+            works = [made.all_reduce(each) for each in ([earlier, x] if is_second else [x])]
+        for work in works:
+            await work
+        assert (x == 3).all(), f"interrupted at place {place}"
+        assert (earlier == (3 if is_second else 1 + made.rank)).all(), f"interrupted at place {place}"
+        if is_past:
+            break
+    assert place > 3
+    await leave(made)
+
+
+@pytest.mark.ranks(2)
+async def test_a_barrier_of_which_nobody_heard_may_be_entered_again(comm: Communicator) -> None:
+    with replaced(comm, SHARED):
+        made = await comm.dup()
+    await made.barrier()
+    for place in itertools.count():
+        works, has_heard = [], False
+        if made.rank == 0:
+            has_heard, _ = post_again(works, made.barrier, made, BARRIER, place)
+        if await comm.broadcast_object(has_heard, 0):
+            break
+        if made.rank == 1:
+            works = [made.barrier()]
+        await asyncio.wait_for(works[0], 30)
+    assert place > 0
+    await leave(made)
+
+
+def post_again(
+    works: list[Work[Any]], post: Callable[[], Work[Any]], comm: Communicator, word: int, place: int
+) -> tuple[bool, bool]:
+    """Post, interrupted at that place, and once more if the others have not heard of it.
+
+    Returns:
+        Whether they have, which this word tells, and whether there are fewer places.
+    """
+    team = comm._channel.team
+    assert team is not None
+    before = team.mine[word]
+    interruptions = Interruptions(place, "shared", FILES)
+    with raising():
+        try:
+            with interruptions:
+                works.append(post())
+        except Interrupted:
+            if team.mine[word] != before:
+                return True, False
+            works.append(post())
+    return False, interruptions.left >= 0
+
+
+async def leave(comm: Communicator) -> None:
+    """Without the other, which may not have heard of a call."""
+    with pytest.raises(Interrupted):
+        async with comm:
+            raise Interrupted
 
 
 def inputs(comm: Communicator, count: int, resident: str) -> list[Any]:

@@ -23,7 +23,7 @@ KNOWN = 5
 async def test_arrays_in_many_places(comm: Communicator, monkeypatch: pytest.MonkeyPatch, op: str, count: int) -> None:
     """Each rank takes its arrays in another order, in place and not; some are freed, and others lie there then."""
     skip_without_reach(comm)
-    monkeypatch.setattr(short, "KNOWN_PLACES", KNOWN)
+    monkeypatch.setattr(short, "KNOWN_SHARES", KNOWN)
     chance = random.Random(comm.rank)
     async with forced(comm, SHARED) as made:
         arrays = [made.empty(count, np.float32) for _ in range(4)]
@@ -40,9 +40,8 @@ async def test_arrays_in_many_places(comm: Communicator, monkeypatch: pytest.Mon
                 del x, out, result
                 arrays[chance.randrange(4)] = made.empty(count, np.float32)
         team: Any = made._channel.team
-        plans = [plan for plan in team.plans.values() if isinstance(plan, ShortPlan)]
-        assert [plan.nbytes for plan in plans] == [4 * count]
-        assert 0 < len(plans[0]._known) <= KNOWN
+        assert [plan.nbytes for plan in team.plans.values() if isinstance(plan, ShortPlan)] == [4 * count]
+        assert 0 < len(team.shares) <= KNOWN
 
 
 async def test_views_are_made_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

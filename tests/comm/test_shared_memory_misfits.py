@@ -91,6 +91,45 @@ async def test_ranks_whose_types_take_different_ways_hear_of_it(comm: Communicat
             assert (await made.all_reduce(np.ones(COUNT)) == made.size).all()
 
 
+@pytest.mark.parametrize("count", [1000, 16_000, 100_000, COUNT * 4])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
+async def test_all_ranks_hear_of_other_types_and_stay_in_step(
+    comm: Communicator, call: str, is_resident: bool, count: int
+) -> None:
+    """Of as many bytes."""
+    count -= count % comm.size
+    async with forced(comm, SHARED) as made:
+        make = made.empty if is_resident else np.empty
+        for number in range(3):
+            x = make(count, np.int32 if made.rank == number % made.size else np.float32)
+            x[:] = made.rank
+            with pytest.raises(mpdist.CollectiveMismatch, match=rf"rank {number % made.size}: (sum of )?int32"):
+                await CALLS[call](made, x)
+            assert (x == made.rank).all()
+            assert (await made.all_reduce(np.ones(count)) == made.size).all()
+
+
+@pytest.mark.parametrize("count", [1000, 16_000, 100_000, COUNT * 4])
+@pytest.mark.parametrize("call", ["all_reduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
+async def test_all_ranks_hear_of_other_ops_and_stay_in_step(
+    comm: Communicator, call: str, is_resident: bool, count: int
+) -> None:
+    count -= count % comm.size
+    async with forced(comm, SHARED) as made:
+        make = made.empty if is_resident else np.empty
+        for number in range(3):
+            x = make(count, np.float32)
+            x[:] = made.rank
+            op = "sum" if made.rank == number % made.size else "max"
+            arguments = {"dst": 0} if call == "reduce" else {}
+            with pytest.raises(mpdist.CollectiveMismatch, match=rf"rank {number % made.size}: sum of float32"):
+                await getattr(made, call)(x, op=op, **arguments)
+            assert (x == made.rank).all()
+            assert (await made.all_reduce(np.ones(count)) == made.size).all()
+
+
 @pytest.mark.parametrize("count", [1000, 100_000])
 async def test_ranks_whose_ops_take_different_ways_hear_of_it(comm: Communicator, count: int) -> None:
     """As many bytes: premul_sum is a program, which reads what a request does not tell, and would write there."""

@@ -1,7 +1,7 @@
 """Interruptions: a signal whose handler raises, sent at each place in turn at which CPython calls handlers.
 
 These are where a function begins, where a loop jumps back, and after each call of
-what is not Python.
+what is not Python, in some files of mpdist and where NumPy has functions of Python.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 
 CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 JUMPS_BACK = ("JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+
+# Those of NumPy which look for one of their arguments' type begin in Python, before they do anything.
+NUMPY_FUNCTIONS = ("numpy", "_core", "multiarray.py")
 
 # A wait looks again and again whether others have come: who is interrupted there for the fifth time learns nothing new.
 VISITS = 4
@@ -58,7 +61,7 @@ class Interruptions:
     """
 
     def __init__(self, number: int, folder: str, files: Collection[str]) -> None:
-        """Count places in these files of a folder of the package."""
+        """Count places in these files of a folder of the package, and in NumPy."""
         self.left = number
         self._folder = folder
         self._files = files
@@ -108,7 +111,8 @@ class Interruptions:
         if known is not None or id(code) in self._others:
             return known
         path = Path(code.co_filename)
-        if path.parent.name == self._folder and "mpdist" in path.parts and path.stem in self._files:
+        is_own = path.parent.name == self._folder and "mpdist" in path.parts and path.stem in self._files
+        if is_own or path.parts[-3:] == NUMPY_FUNCTIONS:
             known = self._places[id(code)] = Places(code)
         else:
             self._others[id(code)] = code

@@ -84,9 +84,9 @@ class Team:
         self.calls.tell_host(number)
         self.ring()
 
-    def tell_device(self, number: int, op: str, nbytes: int, *facts: int) -> None:
+    def tell_device(self, number: int, op: str, nbytes: int, kind: int, *facts: int) -> None:
         """It comes with memory of its device; what is told first must be the same on all, see `misfit`."""
-        self.calls.tell_device(number, [call_word(op, nbytes, number, is_one_round=True), *facts])
+        self.calls.tell_device(number, [call_word(op, nbytes, kind, number, is_one_round=True), *facts])
         self.ring()
 
     def misfit(self, told: Sequence[Sequence[int]]) -> MpdistError | None:

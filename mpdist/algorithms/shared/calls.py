@@ -1,9 +1,9 @@
 """Calls: what each member tells of its collective in one word, and why the calls of several do not go together.
 
-A word holds the bytes that must be the same on all, the operation, its first
-round, whether that is its only one, which members can end together whatever they
-have called, and whether it is done as a request: the same sizes of other ops or
-element types may not be. A word that was told before has another round.
+A word holds how many elements of which type must be there on all, what reduces
+them, the operation, its first round, whether that is its only one, which members
+can end together whatever they have called, and whether it is done as a request. A
+word that was told before has another round.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from mpdist.errors import CollectiveMismatch, MpdistError, SizeMismatch
+from mpdist.memory.elements import BY_CODE
+from mpdist.memory.ops import NAMES_BY_CODE
 
 if TYPE_CHECKING:
-    from mpdist.memory import Element
+    from mpdist.memory import Element, ReduceOp
 
 # Two members reduce 16-bit numbers in another way, see `either`.
 OF_HALVES = "all_reduce of 16-bit numbers"
@@ -29,17 +31,28 @@ def all_reduce_of(element: Element) -> str:
     return OF_HALVES if element.is_half else "all_reduce"
 
 
-_ROUND_BITS, _OPERATION_BITS = 16, 4
+# Of 63 bits: round, operation, its two properties, what reduces, type, number of elements. Of numbers of rounds and
+# elements that need more the last ones are told.
+_ROUND_BITS, _OPERATION_BITS, _REDUCES_BITS, _TYPE_BITS, _COUNT_BITS = 14, 4, 4, 5, 34
 ROUND_MASK = (1 << _ROUND_BITS) - 1
 _OPERATION_MASK = (1 << _OPERATION_BITS) - 1
 _IS_ONE_ROUND = 1 << _ROUND_BITS + _OPERATION_BITS
 _IS_REQUEST = _IS_ONE_ROUND << 1
-_NBYTES_AT = _ROUND_BITS + _OPERATION_BITS + 2
+_KIND_AT = _ROUND_BITS + _OPERATION_BITS + 2
+_COUNT_AT = _KIND_AT + _REDUCES_BITS + _TYPE_BITS
+_KIND_MASK = (1 << _REDUCES_BITS + _TYPE_BITS) - 1
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
-def call_word(op: str, nbytes: int, number: int, is_one_round: bool, is_request: bool = False) -> int:
+def kind_of(element: Element, op: ReduceOp | None = None) -> int:
+    """The type of the elements, and what reduces them, as a number."""
+    return element.code << _REDUCES_BITS | (0 if op is None else op.code)
+
+
+def call_word(op: str, nbytes: int, kind: int, number: int, is_one_round: bool, is_request: bool = False) -> int:
     """A call as a word; `number`: of its first round."""
-    word = nbytes << _NBYTES_AT | OPERATIONS.index(op) << _ROUND_BITS | number & ROUND_MASK
+    count = nbytes // _element(kind).itemsize & _COUNT_MASK
+    word = count << _COUNT_AT | kind << _KIND_AT | OPERATIONS.index(op) << _ROUND_BITS | number & ROUND_MASK
     return word | _IS_ONE_ROUND * is_one_round | _IS_REQUEST * is_request
 
 
@@ -67,9 +80,9 @@ def misfit(where: str, calls: Mapping[int, int], mine: int) -> MpdistError | Non
         text = f"collectives on {where} differ between ranks ({listed(ops)}); all must call the same ones in one order"
         return CollectiveMismatch(text, ops)
     if begin_alike(calls.values()) and len({_nbytes(call) for call in calls.values()}) == 1:
-        return CollectiveMismatch(
-            f"{_operation(mine)} on {where}: the ranks' ops or element types differ; give all the same", ops
-        )
+        kinds = {rank: _kind_text(call >> _KIND_AT & _KIND_MASK) for rank, call in calls.items()}
+        text = f"{_operation(mine)} on {where}: the ranks' ops or element types differ ({listed(kinds)})"
+        return CollectiveMismatch(f"{text}; give all the same", kinds)
     sizes = {
         rank: "another operation, or fewer" if (call ^ mine) & ROUND_MASK else str(_nbytes(call))
         for rank, call in calls.items()
@@ -95,4 +108,14 @@ def _operation(call: int) -> str:
 
 
 def _nbytes(call: int) -> int:
-    return call >> _NBYTES_AT
+    return (call >> _COUNT_AT) * _element(call >> _KIND_AT & _KIND_MASK).itemsize
+
+
+def _element(kind: int) -> Element:
+    return BY_CODE[kind >> _REDUCES_BITS]
+
+
+def _kind_text(kind: int) -> str:
+    """`max of float32`."""
+    op = kind & (1 << _REDUCES_BITS) - 1
+    return f"{NAMES_BY_CODE[op]} of {_element(kind).name}" if op else _element(kind).name

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from mpdist.algorithms.shared.calls import all_reduce_of, other_roots
+from mpdist.algorithms.shared.calls import all_reduce_of, kind_of, other_roots
 from mpdist.algorithms.shared.moving import Folding, copy
 from mpdist.algorithms.shared.reduction import OUT_AT, ROOT, X_AT, cuts, folder_of, words_of
 from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
@@ -48,6 +48,7 @@ class Meeting:
         team: Team,
         op: str,
         nbytes: int,
+        kind: int,
         x: Buffer | None,
         out: Buffer | None = None,
         *,
@@ -61,6 +62,7 @@ class Meeting:
         self.team = team
         self.op = op
         self.nbytes = nbytes
+        self._kind = kind
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
         self._root = root
@@ -83,7 +85,7 @@ class Meeting:
             yield team.free()
         if self._root is not None:
             facts = self._root, *facts[1:]  # a factor, whose place it takes, is 0
-        self._round = team.begin(1, self.op, self.nbytes, *self._places, *facts, is_one_round=True) + 1
+        self._round = team.begin(1, self.op, self.nbytes, self._kind, *self._places, *facts, is_one_round=True) + 1
         team.tell(STAGED, self._round)
         if kept is not None:
             yield from self.copy(*kept, kept[0].itemsize)
@@ -206,7 +208,7 @@ class Meeting:
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
-    meeting = Meeting(team, "broadcast", x.nbytes, x, root=src)
+    meeting = Meeting(team, "broadcast", x.nbytes, kind_of(x.element), x, root=src)
     yield from meeting.begin()
     with meeting:
         if x.count:
@@ -216,7 +218,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
-    meeting = Meeting(team, "all_gather", x.nbytes, x)
+    meeting = Meeting(team, "all_gather", x.nbytes, kind_of(x.element), x)
     rows = out.array().reshape(team.size, x.count)
     yield from meeting.begin(kept=(rows[team.rank], x.array()))
     with meeting:
@@ -227,7 +229,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
 
 def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
-    meeting = Meeting(team, "gather", x.nbytes, x, out)
+    meeting = Meeting(team, "gather", x.nbytes, kind_of(x.element), x, out)
     yield from meeting.begin()
     with meeting:
         if x.count:
@@ -242,7 +244,7 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
-    meeting = Meeting(team, "scatter", out.nbytes, x)
+    meeting = Meeting(team, "scatter", out.nbytes, kind_of(out.element), x)
     yield from meeting.begin()
     with meeting:
         if out.count:
@@ -255,7 +257,7 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
 
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
-    meeting = Meeting(team, "all_to_all", x.nbytes, x)
+    meeting = Meeting(team, "all_to_all", x.nbytes, kind_of(x.element), x)
     width = x.count // team.size
     rows = out.array().reshape(team.size, width)
     mine = slice(team.rank * width, (team.rank + 1) * width)
@@ -276,7 +278,7 @@ def reduce(
         terms: how many inputs the result stands for, for avg.
     """
     op_name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
-    meeting = Meeting(team, op_name, x.nbytes, x, out)
+    meeting = Meeting(team, op_name, x.nbytes, kind_of(x.element, op), x, out)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:
@@ -300,7 +302,7 @@ def reduce_scatter(
         terms: as of `reduce`.
         mine: the rows that this member keeps, and where to.
     """
-    meeting = Meeting(team, "reduce_scatter", x.nbytes, x)
+    meeting = Meeting(team, "reduce_scatter", x.nbytes, kind_of(x.element, op), x)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpdist.algorithms.shared.calls import kind_of
 from mpdist.algorithms.shared.moving import copy
 from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED
 from mpdist.algorithms.shared.turn import Turn
@@ -131,7 +132,8 @@ def exchange(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(shown.rounds, op, rows * columns * element.itemsize, shown.place_of_x)
+    nbytes = rows * columns * element.itemsize
+    before = team.begin(shown.rounds, op, nbytes, kind_of(element), shown.place_of_x)
     last = before + shown.rounds
     read_by_others = [row for row in range(rows) if row not in kept]
     sources = [member for member in showing if member != team.rank] if pulls else []

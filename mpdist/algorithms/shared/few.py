@@ -88,7 +88,7 @@ class FewPlan(Plan):
     __slots__ = ("_memory", "few", "first", "fold", "lines", "mine", "rest", "terms")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        super().__init__("all_reduce", how.element, nbytes)
+        super().__init__("all_reduce", how.element, nbytes, how.op)
         with team.channel.engine.lock:  # of several threads that post the first, one makes it
             few = team.few = team.few or Few(team)
         self.few = few

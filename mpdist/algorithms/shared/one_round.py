@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word
+from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word, kind_of
 from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, REDUCED, STAGED, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
-    from mpdist.memory import Buffer, Element
+    from mpdist.memory import Buffer, Element, ReduceOp
 
 
 class Plan:
@@ -33,9 +33,9 @@ class Plan:
 
     request: type[TeamRequest]
 
-    def __init__(self, op: str, element: Element, nbytes: int) -> None:
+    def __init__(self, op: str, element: Element, nbytes: int, reduces: ReduceOp | None = None) -> None:
         self.op = op
-        self.call = call_word(op, nbytes, 0, is_one_round=True, is_request=True)
+        self.call = call_word(op, nbytes, kind_of(element, reduces), 0, is_one_round=True, is_request=True)
         self.count = nbytes // element.itemsize
         self.nbytes = nbytes
         self.element = element
@@ -51,8 +51,8 @@ class RoundPlan(Plan):
 
     __slots__ = ("credit", "slots")
 
-    def __init__(self, team: Team, op: str, element: Element, nbytes: int) -> None:
-        super().__init__(op, element, nbytes)
+    def __init__(self, team: Team, op: str, element: Element, nbytes: int, reduces: ReduceOp | None = None) -> None:
+        super().__init__(op, element, nbytes, reduces)
         self.credit = message_credit(nbytes) - 1
         self.slots = team.slots(element)
 
@@ -63,7 +63,7 @@ class AllReducePlan(RoundPlan):
     __slots__ = ("folder",)
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        super().__init__(team, all_reduce_of(how.element), how.element, nbytes)
+        super().__init__(team, all_reduce_of(how.element), how.element, nbytes, how.op)
         self.folder = how.folder
 
 
@@ -106,24 +106,25 @@ class OneRound(TeamRequest):
         self._x = array = x.bare_array()
         self._out = array if out is x else out.bare_array()
         self._team = team
-        team.rounds = self._number = number = team.rounds + 1
+        self._number = number = team.rounds + 1
         self._side = number & 1
         self._call = plan.call | number & ROUND_MASK
         under_way = team.under_way
-        under_way.append(self)
-        if len(under_way) == 1:
-            for line in team.others:
-                if line[CONSUMED] < number - 2:
-                    return
-            if team.fence is not None:
-                team.fence()
-            try:
+        try:
+            under_way.append(self)
+            team.rounds = number
+            if len(under_way) == 1:
+                for line in team.others:
+                    if line[CONSUMED] < number - 2:
+                        return
+                if team.fence is not None:
+                    team.fence()
                 self._stage(team)
-            except BaseException:  # of a signal's handler
-                if team.mine[STAGED] < number:  # nobody knows of it, so it may be posted again
-                    under_way.pop()
-                    team.rounds = number - 1
-                raise
+        except BaseException:  # of a signal's handler
+            if team.mine[STAGED] < number:  # nobody knows of it, so it may be posted again
+                under_way.pop()
+                team.rounds = number - 1
+            raise
 
     def _stage(self, team: Team) -> None:
         """Show this member's part and its call, and then tell that they are there."""

@@ -33,7 +33,7 @@ class ReduceScatterPlan(RoundPlan):
     __slots__ = ("_at", "_own", "_parts", "_shown_bytes", "_theirs", "folder", "is_spread", "mine", "rank")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
-        super().__init__(team, "reduce_scatter", how.element, nbytes)
+        super().__init__(team, "reduce_scatter", how.element, nbytes, how.op)
         self.folder = how.folder
         self.rank = rank = team.rank
         columns = self.count // team.size

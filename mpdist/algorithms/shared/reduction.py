@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpdist.algorithms.shared.calls import all_reduce_of
+from mpdist.algorithms.shared.calls import all_reduce_of, kind_of
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.pair import Pair, reducing
@@ -209,7 +209,7 @@ def reduce(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(task.rounds, task.name, x.nbytes, *task.facts())
+    before = team.begin(task.rounds, task.name, x.nbytes, kind_of(x.element, op), *task.facts())
     last = before + task.rounds
     is_staging = task.x_place == PRIVATE
     is_consuming = out is not None and task.out_place == PRIVATE
@@ -277,7 +277,9 @@ def reduce_scatter(
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
-    before = team.begin(shown.rounds, "reduce_scatter", x.nbytes, shown.place_of_x, PRIVATE, *words_of(op, x.element))
+    kind = kind_of(x.element, op)
+    factor = words_of(op, x.element)
+    before = team.begin(shown.rounds, "reduce_scatter", x.nbytes, kind, shown.place_of_x, PRIVATE, *factor)
     last = before + shown.rounds
     kept = {row for row, _ in mine}
     read_by_others = [row for row in range(shown.rows) if row not in kept]

@@ -8,7 +8,7 @@ nothing into slots here, unlike in `small`.
 from __future__ import annotations
 
 from itertools import starmap
-from operator import length_hint
+from operator import length_hint, setitem
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_PLACES, Team
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_SHARES, Team
 from mpdist.memory.quiet import QUIET, Call
 from mpdist.transport.reach import Remote
 
@@ -46,7 +46,7 @@ class ShortPlan(AllReducePlan):
         is_first: whether this is the first member.
     """
 
-    __slots__ = ("_known", "is_first", "mine", "pace")
+    __slots__ = ("is_first", "mine", "pace")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
@@ -54,7 +54,6 @@ class ShortPlan(AllReducePlan):
         self.is_first = team.rank == 0
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
-        self._known: dict[Places, list[Call]] = {}
 
     def reducing(self, mine: Array, theirs: Array, out: Array) -> list[Call]:
         """In the order of ranks."""
@@ -63,15 +62,16 @@ class ShortPlan(AllReducePlan):
 
     def between_mapped(self, team: Team, places: Places) -> list[Call] | None:
         """This member's whole share, to be made once, where all arrays of both are mapped; None where one is not."""
-        known = self._known.get(places)
+        key = self.call, *places
+        known = team.shares.get(key)
         if known is None and min(places) >= 0:
             own, peer = team.rank, 1 - team.rank
             members = own, own, peer, peer
             arrays: list[Any] = [team.memory(*at, self.count, self.element) for at in zip(members, places, strict=True)]
             x, out, theirs, target = (array[self.mine] for array in arrays)
-            if len(self._known) == KNOWN_PLACES:
-                self._known.clear()
-            self._known[places] = known = [*self.reducing(x, theirs, out), (np.copyto, target, out)]
+            if len(team.shares) == KNOWN_SHARES:
+                team.shares.clear()
+            known = team.shares[key] = [*self.reducing(x, theirs, out), (setitem, target, ..., out)]
         return known
 
 
@@ -84,7 +84,7 @@ class ShortAllReduce(TwoWays):
     _calls: Iterator[Call] | None = None
     """Over those of NumPy that are not to be made twice; it has left what is to be made."""
     _number_of_calls = 0
-    _start = 0.0
+    _start = _shown = 0.0
 
     def _show(self, team: Team) -> None:
         plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace

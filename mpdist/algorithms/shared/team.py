@@ -22,7 +22,7 @@ a member gives up, and whoever waits for it hears of it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpdist.algorithms.meeting import meet
-from mpdist.algorithms.shared.calls import are_in_step, begin_alike, call_word, misfit
+from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, begin_alike, call_word, misfit
 from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.slots import Slots
 from mpdist.algorithms.shared.spread import Spread
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mpdist.algorithms.shared.one_round import OneRound, Plan
     from mpdist.memory import Buffer, Element
     from mpdist.memory.elements import Array
+    from mpdist.memory.quiet import Call
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Steps
     from mpdist.transport.neighbours import Neighbours
@@ -86,6 +87,8 @@ DIRECT_BYTES = 2 * 1024 * 1024
 
 # So many arrays of others are kept as what they were looked up as, which takes 3 us; it holds nobody's memory.
 KNOWN_PLACES = 256
+# So many shares of all sizes, each of which takes 3 KiB.
+KNOWN_SHARES = 1024
 
 PRIVATE = -1
 """In place of an offset: memory that the others cannot reach."""
@@ -162,6 +165,7 @@ class Team:
         fence: what keeps the order of memory accesses; None where the processor does.
         under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
+        shares: this member's, of short all_reduces between mapped arrays, by the call and where all arrays are.
         were_mapped: whether the arrays of the last sliced all_reduce, or short one without a pace, were mapped by all.
         paces: of each operation, by which way a pair's private memory goes.
         few: what its all_reduces of a few numbers have in common; made for the first.
@@ -199,7 +203,8 @@ class Team:
         self._sleeping = channel.engine.doorbell.flags
         self.under_way: deque[OneRound] = deque()
         self.plans: dict[tuple[Any, ...], Plan] = {}
-        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        self.shares: dict[tuple[int, ...], list[Call]] = {}
+        self.paces = {op: Pace() for op in OPERATIONS}
         self.few: Few | None = None
         self.shown = 0
         self.were_mapped = False
@@ -267,13 +272,14 @@ class Team:
         """The next collective may begin."""
         return _Free(self)
 
-    def begin(self, rounds: int, op: str, nbytes: int, *facts: int, is_one_round: bool = False) -> int:
+    def begin(self, rounds: int, op: str, nbytes: int, kind: int, *facts: int, is_one_round: bool = False) -> int:
         """Reserve rounds for a collective, and put down where this member's arrays are; the next `tell` makes it known.
 
         The team is free. At the end every word of this member must be at the collective's last round.
 
         Args:
-            op: the operation; with `nbytes` what must be the same on all members, see `misfit`.
+            op: the operation; with `nbytes` and `kind`, see `kind_of`, what must be the same on all members, see
+                `misfit`.
             is_one_round: members whose calls do not go together all end it, and go on.
 
         Returns:
@@ -284,7 +290,7 @@ class Team:
         self.first = first = before + 1
         # The words of the call and the facts are those of the last collective that began with as odd or even a round.
         self.last_but_one = before if rounds % 2 else first
-        self.mine[CALL_AT + first % 2] = call_word(op, nbytes, first, is_one_round)
+        self.mine[CALL_AT + first % 2] = call_word(op, nbytes, kind, first, is_one_round)
         at = FACTS_AT + first % 2 * FACTS
         for fact in facts:
             self.mine[at] = fact
@@ -293,9 +299,12 @@ class Team:
 
     def enter_barrier(self) -> Reached:
         """Tell that this member has come; the request is complete when all have."""
-        self._barriers += 1
-        self.tell(BARRIER, self._barriers)
-        return self.all_at(BARRIER, self._barriers)
+        if self.fence is not None:
+            self.fence()
+        number = self._barriers + 1
+        self._barriers = self.mine[BARRIER] = number  # between them no signal's handler runs
+        self.ring()
+        return self.all_at(BARRIER, number)
 
     # ------------------------------------------------------------------ facts about a collective's arrays
 
