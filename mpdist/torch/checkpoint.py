@@ -99,7 +99,14 @@ def _fault(data: bytes) -> str:
 
 
 def _unwrapped(part: Any) -> Any:
-    return part.module if isinstance(part, TorchDataParallel) else part
+    """The module itself, of one that is wrapped for data parallel or compiled, in whatever order."""
+    while True:
+        if isinstance(part, TorchDataParallel):
+            part = part.module
+        elif isinstance(part, torch.nn.Module) and "_orig_mod" in part._modules:
+            part = part._orig_mod
+        else:
+            return part
 
 
 def _state_of(part: Any) -> Any:

@@ -29,7 +29,7 @@ class Metrics:
         self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
         self._weight = 0.0
 
-    def add(self, weight: float = 1.0, **values: object) -> None:
+    def add(self, weight: float = 1.0, /, **values: object) -> None:
         """Add the means of `weight` samples; numbers, or tensors of one element."""
         if values.keys() != self._sums.keys():
             raise UsageError(f"got {sorted(values)}; these metrics are {sorted(self._sums)}")

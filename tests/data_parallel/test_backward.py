@@ -37,6 +37,29 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+class Hidden:
+    """An output whose tensors are not looked for."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_reentrant_checkpoint_behind_an_output_that_is_not_seen_is_an_error(
+    comm: Communicator, has_unused: bool
+) -> None:
+    class Net(Checkpointed):
+        def forward(self, x: Tensor) -> Any:
+            return Hidden(checkpoint(self.last, super().forward(x)[:, :1].expand(-1, 8), use_reentrant=True))
+
+    with wrapped(Net(True), comm, find_unused_parameters=has_unused) as model:
+        text = r"last\.(weight|bias) comes from a reentrant checkpoint.*use_reentrant=False"
+        with pytest.raises(UsageError, match=text):
+            model(inputs(comm, 0, (4, 6), torch.float64)).y.sum().backward()
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("bucket_cap_mb", [1e-4, 25])
 def test_activation_checkpoints(comm: Communicator, use_reentrant: bool, bucket_cap_mb: float) -> None:

@@ -12,7 +12,7 @@ from data_parallel.pairs import assert_equal, mlp, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist import Communicator
+from mpdist import Communicator, UsageError
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -88,6 +88,17 @@ def test_hook_with_unused_parameters(comm: Communicator) -> None:
 def test_hook_that_is_no_function_is_refused(comm: Communicator) -> None:
     with wrapped(mlp(6, 3), comm) as model, pytest.raises(TypeError, match="function of state and bucket"):
         model.register_comm_hook(None, 3)
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(1)], ids=["None", "a tensor"])
+def test_hook_that_returns_no_future_is_named(comm: Communicator, returned: Any) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        return returned
+
+    with wrapped(mlp(6, 3), comm) as model:
+        model.register_comm_hook(None, hook)
+        with pytest.raises(UsageError, match=f"hook returned a {type(returned).__name__}; it must return a"):
+            model(torch.ones(4, 6).double()).sum().backward()
 
 
 def test_gloo_is_not_a_group_to_average_over(comm: Communicator) -> None:

@@ -10,8 +10,10 @@ import torch
 from data_parallel.pairs import assert_equal, inputs, mlp, wrapped
 from data_parallel.test_backward import Checkpointed
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+from torch_support import values
 
 from mpdist import Communicator
+from mpdist.torch.data_parallel.reducer import Reducer
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -77,15 +79,74 @@ def test_joined_ranks_with_a_static_graph(comm: Communicator, counts: list[int])
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_rank_without_inputs_gets_the_mean(comm: Communicator, options: dict[str, Any]) -> None:
-    """An optimizer that has a shard needs it on every rank."""
+def test_rank_without_inputs_gets_the_mean(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """An optimizer that has a shard needs it on every rank; afterwards a rank has its own gradients, or none."""
     net = mlp(6, 10, 3)
+    seen: list[list[Any]] = []
+    join_absent = Reducer.join_absent
+
+    def noted(reducer: Reducer) -> None:
+        join_absent(reducer)
+        seen.append([parameter.grad.clone() for parameter in net.parameters()])
+
+    monkeypatch.setattr(Reducer, "join_absent", noted)
     with wrapped(net, comm, **options) as model:
         run(comm, model, [2, 0], {}, False)
-        gradients = [parameter.grad.clone() for parameter in net.parameters()]
+        gradients = [parameter.grad for parameter in net.parameters()]
+        if comm.rank % 2:
+            assert gradients == [None] * 4
+            gradients = [torch.empty_like(parameter) for parameter in net.parameters()]
         for gradient in gradients:
             comm.broadcast(gradient, src=0).wait()
-        assert_equal([parameter.grad for parameter in net.parameters()], gradients)
+        assert len(seen) == 2 * (comm.rank % 2)
+        for last in seen[-1:]:
+            assert_equal(last, gradients)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
+def test_gradients_that_are_zeroed_after_a_step_are_none_of_the_others_afterwards(
+    comm: Communicator, options: dict[str, Any]
+) -> None:
+    def train(model: Any) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(2):
+            with model.join():
+                for number in range(3 - comm.rank % 2):
+                    model(inputs(comm, number, (4, 6), torch.float64)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3)
+    theirs = TorchDataParallel(copy.deepcopy(net))
+    with wrapped(net, comm, **options) as ours:
+        assert_equal(train(ours), train(theirs))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_what_a_rank_has_accumulated_is_kept_while_others_go_on(
+    comm: Communicator, options: dict[str, Any], is_local: bool
+) -> None:
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm, **options) as model:
+        with model.join():
+            for number in range(1 if comm.rank else 3):
+                net.zero_grad()
+                model(inputs(comm, number, (4, 6), torch.float64)).square().mean().backward()
+            if comm.rank and is_local:
+                net(values.placed(inputs(comm, 9, (4, 6), torch.float64))).square().mean().backward()
+            kept = [parameter.grad for parameter in net.parameters()]
+            before = [gradient.clone() for gradient in kept]
+        assert all(parameter.grad is gradient for parameter, gradient in zip(net.parameters(), kept, strict=True))
+        assert_equal(kept, before)
 
 
 @pytest.mark.ranks(2, 3)

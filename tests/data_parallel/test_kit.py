@@ -97,6 +97,22 @@ def test_checkpoint_comes_back_on_all_ranks(comm: Communicator, folder: Path) ->
         mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=model)
 
 
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_checkpoint_of_a_compiled_module_is_that_of_the_module(
+    comm: Communicator, folder: Path, is_outside: bool
+) -> None:
+    net = mlp(6, 5, 3)
+    inner: Any = net if is_outside else torch.compile(net, backend="eager")
+    with wrapped(inner, comm) as model:
+        saved: Any = torch.compile(model, backend="eager") if is_outside else model
+        mpdist.torch.save_checkpoint(folder / "a.pt", comm, model=saved)
+        other = mlp(6, 5, 3)
+        mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=other)
+        expected = [comm.broadcast(tensor.detach().clone(), src=0).wait() for tensor in net.parameters()]
+        assert_equal([*other.parameters()], expected)
+        mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=saved)
+
+
 def test_checkpoint_on_one_rank_of_its_own(world: Communicator, comm: Communicator, folder: Path) -> None:
     net = nn.Linear(2, 2)
     mpdist.torch.save_checkpoint(folder / "a.pt", comm, model=net)
@@ -263,8 +279,11 @@ def test_same_data_is_a_hint(comm: Communicator) -> None:
     assert "have the same first batch" in found.hints[0]
 
 
-def test_sampler_without_epoch_is_a_hint(comm: Communicator) -> None:
+def test_sampler_without_epoch_is_a_hint(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program that runs sets none, as far as its files can be read; this one does."""
     data = TensorDataset(torch.arange(12.0).reshape(12, 1))
     loader = DataLoader(data, sampler=DistributedSampler(data, comm.size, comm.rank))
+    assert not fine(comm, loader=loader).hints
+    monkeypatch.setattr("mpdist.torch.checking.getlines", lambda file: [])
     (hint,) = fine(comm, loader=loader).hints
     assert "set_epoch" in hint

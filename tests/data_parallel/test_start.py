@@ -174,6 +174,16 @@ def test_it_is_torchs_class_to_torchs_own_code(comm: Communicator) -> None:
         assert not net.training
 
 
+def test_what_torchs_class_averages_already_is_refused(comm: Communicator, gloo: dist.ProcessGroup) -> None:
+    inner = nn.ModuleDict({"part": TorchDataParallel(mlp(6, 2), process_group=gloo)})
+    with pytest.raises(UsageError, match=r"part is in torch's own DistributedDataParallel already.*its \.module"):
+        DistributedDataParallel(inner, comm)
+    for parameter in inner.parameters():
+        parameter.requires_grad_(False)
+    inner["own"] = mlp(6, 2)
+    DistributedDataParallel(inner, comm).close()
+
+
 def test_it_can_be_neither_pickled_nor_copied(comm: Communicator) -> None:
     with wrapped(mlp(6, 3), comm) as model:
         for make in (pickle.dumps, copy.deepcopy):

@@ -200,6 +200,11 @@ def test_a_closed_wrapper_is_not_trained_and_gives_its_communicator_back(comm: C
         model(torch.ones(4, 6).double())
     with torch.no_grad():
         assert torch.equal(model(torch.ones(4, 6).double()), net(torch.ones(4, 6).double()))
+    normed = mlp(6, 5, 2, normed=True)
+    with wrapped(normed, comm) as with_buffers:
+        pass
+    with torch.no_grad():
+        assert torch.equal(with_buffers(torch.ones(4, 6).double()), normed(torch.ones(4, 6).double()))
     net.zero_grad()
     net(torch.ones(4, 6).double() * (comm.rank + 1)).sum().backward()
     assert comm._channel.engine.channels
@@ -229,6 +234,61 @@ def test_parameters_that_are_other_ones_since_the_wrapping_are_named(
             net.append(nn.Linear(2, 2).double())
         first = "0" if change == "assigned" else "4"
         with pytest.raises(UsageError, match=rf"trained, {first}\.weight the first, are other.*wrap the module after"):
+            model(torch.ones(4, 6).double()).sum().backward()
+
+
+@pytest.mark.parametrize("convert", ["load", "to"])
+def test_swapped_parameters_get_their_hooks_back(comm: Communicator, convert: str) -> None:
+    net = mlp(6, 5, 2)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            model(inputs(comm, number, (4, 6), torch.float64)).square().sum().backward()
+            gradients = [parameter.grad.clone() for parameter in net.parameters()]
+            for gradient in gradients:
+                comm.broadcast(gradient, 0).wait()
+            assert_equal([parameter.grad for parameter in net.parameters()], gradients)
+            if number:
+                continue
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                if convert == "load":
+                    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+                else:
+                    model.float().double()
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        assert model.reducer.step == 3
+
+
+def test_a_hook_from_after_the_forward_runs_before_ours(comm: Communicator) -> None:
+    net = mlp(6, 5, 2)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            loss = model(inputs(comm, number, (4, 6), torch.float64)).square().sum()
+            handles = [p.register_post_accumulate_grad_hook(_take_rank(comm)) for p in net.parameters()]
+            loss.backward()
+            for handle in handles:
+                handle.remove()
+            for parameter in net.parameters():
+                assert torch.equal(parameter.grad, torch.full_like(parameter, (comm.size - 1) / 2))
+
+
+def _take_rank(comm: Communicator) -> Any:
+    def hook(parameter: Tensor) -> None:
+        parameter.grad.fill_(comm.rank)  # type: ignore[union-attr]  # it has one then
+
+    return hook
+
+
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_a_part_that_is_replaced_is_named(comm: Communicator, has_unused: bool) -> None:
+    net = mlp(6, 5, 2)
+    with wrapped(net, comm, find_unused_parameters=has_unused) as model:
+        model(torch.ones(4, 6).double()).sum().backward()
+        net[2] = nn.Linear(5, 2).double()
+        with pytest.raises(UsageError, match=r"2\.weight is another tensor than when the module was wrapped.*wrap the"):
             model(torch.ones(4, 6).double()).sum().backward()
 
 

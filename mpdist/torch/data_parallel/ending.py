@@ -8,10 +8,13 @@ exception ends drops its callbacks without calling them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpdist.torch.compiling import leave_alone
 
@@ -50,3 +53,13 @@ def is_in_backward() -> bool:
 def is_whole_backward() -> bool:
     """Whether the graph task in this thread runs all of its graph; autograd.grad() and backward(inputs=...) do not."""
     return bool(_engine.is_checkpoint_valid())  # reentrant checkpoints need the same
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether the graph task in this thread is one within another."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False

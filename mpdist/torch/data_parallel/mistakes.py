@@ -38,6 +38,32 @@ def no_entrance(where: str, output: str, name: str) -> UsageError:
     )
 
 
+def hidden_entrance(where: str, name: str) -> UsageError:
+    """The first gradient comes from within a checkpoint, whose end is not that of backward."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: the gradient of {name} comes from a reentrant checkpoint, before "
+        "backward has come to an output of the module, so its end cannot be seen. Return what backward begins with, in "
+        "a list, a dict or a dataclass, or take checkpoint(..., use_reentrant=False)"
+    )
+
+
+def is_replaced(where: str, name: str) -> UsageError:
+    """A parameter without a gradient is no longer the module's."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: {name} is another tensor than when the module was wrapped, so its "
+        "gradient was not averaged; wrap the module after its parts are replaced or loaded with assign=True"
+    )
+
+
+def no_future(where: str, hook: object, returned: object) -> UsageError:
+    """A communication hook returned something else."""
+    name = getattr(hook, "__qualname__", repr(hook))
+    return UsageError(
+        f"DistributedDataParallel on {where}: the communication hook {name} returned a {type(returned).__name__}; it "
+        "must return a torch.futures.Future of the reduced tensor"
+    )
+
+
 def uneven_forwards(where: str, mine: int, ranks: int, total: int) -> str:
     """Ranks made different numbers of forwards for one backward."""
     return (

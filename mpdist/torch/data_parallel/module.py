@@ -7,7 +7,7 @@ It is a subclass of torch's class, because torch's own code asks for it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.slot import Slot
     from mpdist.torch.data_parallel.statistics import Statistics
 
 # torch's compiler splits backward so that its first part has gradients of this size, and refuses smaller buckets.
@@ -114,6 +115,7 @@ class DistributedDataParallel(TorchDataParallel):
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self.device = _checked(named)
+        _check_alone(module, named)
         self.device_ids = placing.check_ids(self.device, device_ids, output_device)
         self.parameters_to_ignore = ignored
         self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator
@@ -147,6 +149,7 @@ class DistributedDataParallel(TorchDataParallel):
             self.comm._closed("its DistributedDataParallel was not made")
             raise
         unused = Unused(find_unused_parameters, static_graph, f"'{self.comm.name}' (rank {self.comm.rank})")
+        unused.find_replaced = partial(_replaced, module)
         bucket_type = Bucket if gradient_as_bucket_view else PassingBucket
         reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes, bucket_type)
         reducer.find_stranger = partial(_stranger, module, {id(parameter) for _, parameter in named} | ignored)
@@ -186,7 +189,7 @@ class DistributedDataParallel(TorchDataParallel):
                 )
             self.reducer.look_at_parameters()
         self._call_roll(averages)
-        if self.require_forward_param_sync and self.broadcast_buffers:
+        if self.require_forward_param_sync and self.broadcast_buffers and not self.comm._channel.is_closed:
             source = authority(self.comm, True) if self._join_config.enable else 0
             self._sync_module_buffers(source)
 
@@ -250,7 +253,7 @@ class DistributedDataParallel(TorchDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
             "mpdist.torch.DistributedDataParallel holds a communicator, which cannot be pickled or copied; "
-            "save model.module, or model.state_dict()"
+            "save or copy model.module, or save model.state_dict()"
         )
 
     # ------------------------------------------------------------------ uneven inputs
@@ -308,6 +311,7 @@ class DistributedDataParallel(TorchDataParallel):
             self.reducer.join_absent()
 
     def _take_last_parameters(self, is_last_joiner: bool) -> None:
+        self.reducer.return_gradients()
         self.reducer.all_are_back()
         source = authority(self.comm, is_last_joiner)
         named = self.module.named_parameters()
@@ -319,6 +323,7 @@ class DistributedDataParallel(TorchDataParallel):
     def _left_join(self) -> None:
         self._joins_by_itself = False
         self._divides_by_all = True
+        self.reducer.return_gradients()
         self._set_contributors(self.comm.size)
         self._join_config = self._join_config.construct_disabled_join_config()
 
@@ -357,6 +362,16 @@ def _stranger(module: torch.nn.Module, known: set[object]) -> str | None:
     return trained[0][0] if trained else None
 
 
+def _replaced(module: torch.nn.Module, slots: Sequence[Slot]) -> str | None:
+    """The first of these names that is another tensor's now, which is trained."""
+    now = dict(module.named_parameters(remove_duplicate=False))
+    for slot in slots:
+        found = now.get(slot.name)
+        if found is not None and found is not slot.parameter and found.requires_grad:
+            return slot.name
+    return None
+
+
 def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
     """The device of the parameters; raises UsageError where they cannot be averaged."""
     if not any(parameter.requires_grad for _, parameter in named):
@@ -365,6 +380,18 @@ def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UsageError(f"{name} is not initialised yet: run a forward of the module before it is wrapped")
     return placing.device_of(named)
+
+
+def _check_alone(module: torch.nn.Module, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise where torch's class averages some of the same gradients."""
+    trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
+    for name, inner in module.named_modules():
+        is_torchs = isinstance(inner, TorchDataParallel) and not isinstance(inner, DistributedDataParallel)
+        if is_torchs and any(id(parameter) in trained for parameter in inner.parameters()):
+            raise UsageError(
+                f"{name or 'the module'} is in torch's own DistributedDataParallel already, so its gradients would be "
+                "averaged twice; wrap what is in it, its .module"
+            )
 
 
 def _let_go(reducer: Reducer, comm: Communicator) -> None:

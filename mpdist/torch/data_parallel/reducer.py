@@ -25,7 +25,12 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
 from mpdist.torch.data_parallel.bucket import Bucket
-from mpdist.torch.data_parallel.ending import at_end_of_backward, is_in_backward, is_whole_backward
+from mpdist.torch.data_parallel.ending import (
+    at_end_of_backward,
+    is_in_backward,
+    is_in_reentrant_checkpoint,
+    is_whole_backward,
+)
 from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.data_parallel.overlap import Overlap
 from mpdist.torch.data_parallel.slot import Slot
@@ -97,6 +102,8 @@ class Reducer:
         self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
+        # Gradients of when this rank's inputs ended, and their values.
+        self._aside: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None]] | None = None
         self._started = 0
         self._is_closing = self._is_absent = False
         self._forwards = 0
@@ -111,12 +118,10 @@ class Reducer:
 
     def look_at_parameters(self) -> None:
         """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
-        if self._hooks_seen != RemovableHandle.next_id:  # a number for each hook of torch
-            for slot in self._all:
-                if slot.handle is not None and slot.has_later_hooks():
-                    slot.handle.remove()
-                    slot.handle = _register(slot.parameter, _hook(self, slot))
-            self._hooks_seen = RemovableHandle.next_id
+        for slot in self._all:
+            if slot.was_swapped():
+                slot.unregister()
+        self._be_last_hooks()
         flags = [slot.parameter.requires_grad for slot in self._all]
         has_new_types = any(
             slot.parameter.dtype != bucket.dtype for bucket in self.buckets or () for slot in bucket.slots
@@ -127,16 +132,25 @@ class Reducer:
             self._former = change.Former(self.buckets, self._own_notes, len(self.slots))
         for slot, requires_grad in zip(self._all, flags, strict=True):
             if requires_grad and slot.handle is None:
-                slot.handle = _register(slot.parameter, _hook(self, slot))
-            elif not requires_grad and slot.handle is not None:
-                slot.handle.remove()
-                slot.handle = None
+                slot.register(_hook(self, slot))
+            elif not requires_grad:
+                slot.unregister()
         self.slots = [slot for slot in self._all if slot.handle is not None]
         if not self.slots:
             self._check_parameters()
         for index, slot in enumerate(self.slots):
             slot.index = index
         self.forget_buckets()
+
+    def _be_last_hooks(self) -> None:
+        """Hooks of the program, which may change gradients, run before ours."""
+        if self._hooks_seen == RemovableHandle.next_id:  # a number for each hook of torch
+            return
+        for slot in self._all:
+            if slot.handle is not None and slot.has_later_hooks():
+                slot.unregister()
+                slot.register(_hook(self, slot))
+        self._hooks_seen = RemovableHandle.next_id
 
     def _check_parameters(self) -> None:
         """Raise where all that is trained are other tensors than when the module was wrapped."""
@@ -197,6 +211,8 @@ class Reducer:
         """A gradient comes from a backward that has come to no output of the module."""
         if self._empty_output:
             raise mistakes.no_entrance(self._where, self._empty_output, slot.name)
+        if is_in_reentrant_checkpoint():
+            raise mistakes.hidden_entrance(self._where, slot.name)
         self.begin()
 
     def begin(self) -> None:
@@ -207,6 +223,7 @@ class Reducer:
                 "take torch.autograd.grad for derivatives of derivatives",
                 stacklevel=2,
             )
+        self._be_last_hooks()
         self._open()
         at_end_of_backward(self.finish, self._broke_off)
 
@@ -320,6 +337,8 @@ class Reducer:
         for bucket in self.buckets[: self._started]:
             if bucket.future is None:
                 bucket.start_hook(*self.hook)
+                if not isinstance(bucket.future, torch._C.Future):
+                    raise mistakes.no_future(self._where, self.hook[0], bucket.future)
             assert bucket.future is not None
             if not bucket.future.done():
                 return
@@ -369,9 +388,21 @@ class Reducer:
 
     def join_absent(self) -> None:
         """Take part without inputs: with zeros. The others' mean comes here too, for an optimizer that has a shard."""
+        if self._aside is None:
+            gradients = [(slot, slot.parameter.grad) for slot in self._all]
+            self._aside = [(slot, each, None if each is None else each.clone()) for slot, each in gradients]
         with torch.no_grad():
             self._open(is_absent=True)
             self._close()
+
+    def return_gradients(self) -> None:
+        """No step of others follows: gradients are what they were when this rank's inputs ended."""
+        with torch.no_grad():
+            for slot, gradient, values in self._aside or ():
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+                slot.parameter.grad = gradient
+        self._aside = None
 
     def all_are_back(self) -> None:
         """Ranks that had no inputs get some again; a rank that was not there when the graph was learned learns it."""
@@ -473,13 +504,7 @@ class Reducer:
         """Let the parameters go."""
         self.overlap.stop()
         for slot in self._all:
-            if slot.handle is not None:
-                slot.handle.remove()
-
-
-def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+            slot.unregister()
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[torch.Tensor], None]:

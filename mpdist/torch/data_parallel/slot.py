@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,10 +24,11 @@ class Slot:
         fired: how often its hook ran in this backward.
         due: how often it runs until the gradient is complete.
         is_sparse: it has sparse gradients.
+        handle: of its hook; None where none is registered.
     """
 
-    __slots__ = ("bucket", "due", "fired", "handle", "index", "is_large", "is_sparse", "name", "parameter",
-                 "view")  # fmt: skip
+    __slots__ = ("_implementation", "bucket", "due", "fired", "handle", "index", "is_large", "is_sparse", "name",
+                 "parameter", "view")  # fmt: skip
 
     def __init__(self, index: int, name: str, parameter: Parameter, is_sparse: bool) -> None:
         self.index = index
@@ -36,9 +38,27 @@ class Slot:
         self.bucket: Bucket | None = None
         self.view: Tensor | None = None
         self.handle: RemovableHandle | None = None
+        self._implementation = 0
         self.fired = 0
         self.due = 1
         self.is_large = False
+
+    def register(self, hook: Callable[[Tensor], None]) -> None:
+        """Have it called when the gradient is complete."""
+        hooks = self.parameter._post_accumulate_grad_hooks
+        if hooks is not None:  # torch knows of them no more if the tensor was swapped
+            self.parameter._post_accumulate_grad_hooks = hooks
+        self.handle = self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._implementation = self.parameter._cdata
+
+    def unregister(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def was_swapped(self) -> bool:
+        """Whether the tensor has become another one since, as by torch.utils.swap_tensors(), and lost its hook."""
+        return self.handle is not None and self.parameter._cdata != self._implementation
 
     def has_later_hooks(self) -> bool:
         """Whether hooks have been registered on the parameter after this one's, and so would run after it."""

@@ -8,10 +8,11 @@ gradient stays as it was. With `static_graph` the first backward decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpdist.errors import UsageError
+from mpdist.torch.data_parallel import mistakes
 
 if TYPE_CHECKING:
     from mpdist.torch.data_parallel.notes import Notes
@@ -27,6 +28,7 @@ class Unused:
     Attributes:
         is_allowed: `find_unused_parameters`.
         is_static: `static_graph`.
+        find_replaced: the first of these parameters whose name in the module is another's now.
         learned_of: so many ranks had inputs when the static graph was learned; 0 before.
     """
 
@@ -35,7 +37,9 @@ class Unused:
         self.is_static = is_static
         self._where = where
         self.learned_of = 0
+        self.find_replaced: Callable[[Sequence[Slot]], str | None] = lambda slots: None
         self._static: list[int] = []
+        self._looked_up: set[Slot] = set()
 
     def forget(self) -> None:
         """Learn again what a static graph uses."""
@@ -60,6 +64,8 @@ class Unused:
         if notes.are_all_used(ranks) and not (self.is_allowed or self.is_static or is_absent):
             return
         used = notes.used()
+        if not is_absent:
+            self._check_replaced([slot for slot in slots if not slot.fired])
         if self.is_static:
             self._check_static(slots, used, ranks)
         elif not self.is_allowed:
@@ -67,6 +73,14 @@ class Unused:
             if missed:
                 raise self._missed(missed, ranks, is_absent)
         _give([slot for slot, ranks_using in zip(slots, used, strict=True) if ranks_using], is_absent)
+
+    def _check_replaced(self, unused: Sequence[Slot]) -> None:
+        """Raise where what this rank trains instead of one of these is not averaged."""
+        new = [slot for slot in unused if slot not in self._looked_up]
+        replaced = self.find_replaced(new) if new else None
+        if replaced is not None:
+            raise mistakes.is_replaced(self._where, replaced)
+        self._looked_up.update(new)
 
     def _check_static(self, slots: Sequence[Slot], used: list[int], ranks: int) -> None:
         if ranks != self.learned_of or used == self._static:  # with fewer ranks the counts tell nothing
