@@ -24,6 +24,7 @@ from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
+from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import (
     at_end_of_backward,
@@ -102,8 +103,7 @@ class Reducer:
         self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
-        # Gradients of when this rank's inputs ended, and their values.
-        self._aside: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None]] | None = None
+        self._aside: Aside | None = None
         self._started = 0
         self._is_closing = self._is_absent = False
         self._forwards = 0
@@ -388,21 +388,16 @@ class Reducer:
 
     def join_absent(self) -> None:
         """Take part without inputs: with zeros. The others' mean comes here too, for an optimizer that has a shard."""
-        if self._aside is None:
-            gradients = [(slot, slot.parameter.grad) for slot in self._all]
-            self._aside = [(slot, each, None if each is None else each.clone()) for slot, each in gradients]
+        self._aside = self._aside or Aside(self._all)
         with torch.no_grad():
             self._open(is_absent=True)
             self._close()
 
     def return_gradients(self) -> None:
         """No step of others follows: gradients are what they were when this rank's inputs ended."""
-        with torch.no_grad():
-            for slot, gradient, values in self._aside or ():
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)
-                slot.parameter.grad = gradient
-        self._aside = None
+        if self._aside is not None:
+            self._aside.put_back()
+            self._aside = None
 
     def all_are_back(self) -> None:
         """Ranks that had no inputs get some again; a rank that was not there when the graph was learned learns it."""
