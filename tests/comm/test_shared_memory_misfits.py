@@ -17,10 +17,13 @@ pytestmark = pytest.mark.ranks(2, 3)
 
 COUNT = 210_000
 
-CALLS: dict[str, Callable[[Communicator, Any], mpdist.Work[Any]]] = {
-    "all_reduce": lambda comm, x: comm.all_reduce(x),
-    "reduce": lambda comm, x: comm.reduce(x, 0),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+REDUCING: dict[str, Callable[..., mpdist.Work[Any]]] = {
+    "all_reduce": lambda comm, x, op="sum": comm.all_reduce(x, op),
+    "reduce": lambda comm, x, op="sum": comm.reduce(x, 0, op),
+    "reduce_scatter": lambda comm, x, op="sum": comm.reduce_scatter(x, op),
+}
+CALLS: dict[str, Callable[..., mpdist.Work[Any]]] = {
+    **REDUCING,
     "broadcast": lambda comm, x: comm.broadcast(x, 0),
     "gather": lambda comm, x: comm.gather(x, 0),
     "all_gather": lambda comm, x: comm.all_gather(x),
@@ -92,40 +95,22 @@ async def test_ranks_whose_types_take_different_ways_hear_of_it(comm: Communicat
 
 
 @pytest.mark.parametrize("count", [1000, 16_000, 100_000, COUNT * 4])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "differs"), [*((op, "type") for op in CALLS), *((op, "op") for op in REDUCING)])
 @pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
-async def test_all_ranks_hear_of_other_types_and_stay_in_step(
-    comm: Communicator, call: str, is_resident: bool, count: int
+async def test_all_ranks_hear_of_other_types_and_ops_and_stay_in_step(
+    comm: Communicator, is_resident: bool, call: str, differs: str, count: int
 ) -> None:
     """Of as many bytes."""
     count -= count % comm.size
     async with forced(comm, SHARED) as made:
         make = made.empty if is_resident else np.empty
         for number in range(3):
-            x = make(count, np.int32 if made.rank == number % made.size else np.float32)
+            is_other = made.rank == number % made.size
+            x = make(count, np.int32 if is_other and differs == "type" else np.float32)
             x[:] = made.rank
-            with pytest.raises(mpdist.CollectiveMismatch, match=rf"rank {number % made.size}: (sum of )?int32"):
-                await CALLS[call](made, x)
-            assert (x == made.rank).all()
-            assert (await made.all_reduce(np.ones(count)) == made.size).all()
-
-
-@pytest.mark.parametrize("count", [1000, 16_000, 100_000, COUNT * 4])
-@pytest.mark.parametrize("call", ["all_reduce", "reduce", "reduce_scatter"])
-@pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
-async def test_all_ranks_hear_of_other_ops_and_stay_in_step(
-    comm: Communicator, call: str, is_resident: bool, count: int
-) -> None:
-    count -= count % comm.size
-    async with forced(comm, SHARED) as made:
-        make = made.empty if is_resident else np.empty
-        for number in range(3):
-            x = make(count, np.float32)
-            x[:] = made.rank
-            op = "sum" if made.rank == number % made.size else "max"
-            arguments = {"dst": 0} if call == "reduce" else {}
-            with pytest.raises(mpdist.CollectiveMismatch, match=rf"rank {number % made.size}: sum of float32"):
-                await getattr(made, call)(x, op=op, **arguments)
+            named = "(sum of )?int32" if differs == "type" else "max of float32"
+            with pytest.raises(mpdist.CollectiveMismatch, match=f"rank {number % made.size}: {named}"):
+                await (REDUCING[call](made, x, "max") if is_other and differs == "op" else CALLS[call](made, x))
             assert (x == made.rank).all()
             assert (await made.all_reduce(np.ones(count)) == made.size).all()
 
