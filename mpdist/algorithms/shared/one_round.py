@@ -110,15 +110,17 @@ class OneRound(TeamRequest):
         self._side = number & 1
         self._call = plan.call | number & ROUND_MASK
         under_way = team.under_way
+        is_next = not under_way
+        if is_next:  # before `try`: from Python 3.12 on it does not hold where a loop jumps back
+            for line in team.others:
+                if line[CONSUMED] < number - 2:
+                    is_next = False
+            if team.fence is not None:
+                team.fence()
         try:
             under_way.append(self)
             team.rounds = number
-            if len(under_way) == 1:
-                for line in team.others:
-                    if line[CONSUMED] < number - 2:
-                        return
-                if team.fence is not None:
-                    team.fence()
+            if is_next:
                 self._stage(team)
         except BaseException:  # of a signal's handler
             if team.mine[STAGED] < number:  # nobody knows of it, so it may be posted again
