@@ -126,7 +126,11 @@ class Signer:
         for first in self._near:
             other = entries[first + place]
             if other != entry and not (other ^ entry) & _KEYS:
-                self._differ(sequence, entry, first, place)
+                try:
+                    self._differ(sequence, entry, first, place)
+                except BaseException:  # also of a signal's handler
+                    self.take_back(sequence)
+                    raise
 
     def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_unchecked: bool) -> None:
         """The same, of a function that makes the details; the arguments of a `partial` have a hash."""
@@ -159,15 +163,10 @@ class Signer:
         """Raise CollectiveMismatch, unless they find out by themselves."""
         if not _is_misfit(entry, self._entries[first + place]):
             return
-        try:
-            time.sleep(_SETTLE_SECONDS)
-        except BaseException:  # of a signal's handler
-            self.take_back(sequence)
-            raise
+        time.sleep(_SETTLE_SECONDS)
         other = self._entries[first + place]
         if not _is_misfit(entry, other):
             return
-        self.take_back(sequence)
         channel, rank = self._channel, self._near[first]
         calls = {channel.rank: self._text(self._own, entry), rank: self._text(first, other)}
         raise CollectiveMismatch(

@@ -47,22 +47,25 @@ class Meeting:
         self,
         team: Team,
         op: str,
-        nbytes: int,
-        kind: int,
         x: Buffer | None,
         out: Buffer | None = None,
         *,
+        same: Buffer | None = None,
+        reduces: ReduceOp | None = None,
         root: int | None = None,
     ) -> None:
         """Take what must be the same on all members, see Team.misfit, and what others may reach.
 
         Args:
+            same: is as large on all members; missing: x.
             root: of a broadcast, in which each would else find an array that it may copy.
         """
         self.team = team
         self.op = op
-        self.nbytes = nbytes
-        self._kind = kind
+        same = x if same is None else same
+        assert same is not None
+        self.nbytes = same.nbytes
+        self._kind = kind_of(same.element, reduces)
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
         self._root = root
@@ -208,7 +211,7 @@ class Meeting:
 
 def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others; src itself writes one part in `size` of it."""
-    meeting = Meeting(team, "broadcast", x.nbytes, kind_of(x.element), x, root=src)
+    meeting = Meeting(team, "broadcast", x, root=src)
     yield from meeting.begin()
     with meeting:
         if x.count:
@@ -218,7 +221,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of all into out of all, in the order of ranks."""
-    meeting = Meeting(team, "all_gather", x.nbytes, kind_of(x.element), x)
+    meeting = Meeting(team, "all_gather", x)
     rows = out.array().reshape(team.size, x.count)
     yield from meeting.begin(kept=(rows[team.rank], x.array()))
     with meeting:
@@ -229,7 +232,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
 
 def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
-    meeting = Meeting(team, "gather", x.nbytes, kind_of(x.element), x, out)
+    meeting = Meeting(team, "gather", x, out)
     yield from meeting.begin()
     with meeting:
         if x.count:
@@ -244,7 +247,7 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
-    meeting = Meeting(team, "scatter", out.nbytes, kind_of(out.element), x)
+    meeting = Meeting(team, "scatter", x, same=out)
     yield from meeting.begin()
     with meeting:
         if out.count:
@@ -257,7 +260,7 @@ def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
 
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy row r of x of each into out of member r."""
-    meeting = Meeting(team, "all_to_all", x.nbytes, kind_of(x.element), x)
+    meeting = Meeting(team, "all_to_all", x)
     width = x.count // team.size
     rows = out.array().reshape(team.size, width)
     mine = slice(team.rank * width, (team.rank + 1) * width)
@@ -278,7 +281,7 @@ def reduce(
         terms: how many inputs the result stands for, for avg.
     """
     op_name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
-    meeting = Meeting(team, op_name, x.nbytes, kind_of(x.element, op), x, out)
+    meeting = Meeting(team, op_name, x, out, reduces=op)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:
@@ -302,7 +305,7 @@ def reduce_scatter(
         terms: as of `reduce`.
         mine: the rows that this member keeps, and where to.
     """
-    meeting = Meeting(team, "reduce_scatter", x.nbytes, kind_of(x.element, op), x)
+    meeting = Meeting(team, "reduce_scatter", x, reduces=op)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpdist.algorithms.shared.calls import all_reduce_of, kind_of
+from mpdist.algorithms.shared.calls import all_reduce_of
 from mpdist.algorithms.shared.direct import Kept, Meeting
 from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
 from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, folder_of, words_of
@@ -55,7 +55,7 @@ def all_reduce(team: Team, x: Buffer, out: Buffer, op: ReduceOp, terms: int | No
     """Reduce x over both members into out of both."""
     own = x.array()
     to = own if out is x else out.array()
-    meeting = Meeting(team, all_reduce_of(x.element), x.nbytes, kind_of(x.element, op), x, out)
+    meeting = Meeting(team, all_reduce_of(x.element), x, out, reduces=op)
 
     def folder() -> Folder:
         return folder_of(team, op, x.element, terms)
@@ -88,7 +88,7 @@ def reduce_scatter(
     """Reduce the two rows of x over both members; each keeps the row of its own number, see `direct`."""
     ((row, out),) = mine
     rows = x.array()[:columns], x.array()[columns:]
-    meeting = Meeting(team, "reduce_scatter", x.nbytes, kind_of(x.element, op), x)
+    meeting = Meeting(team, "reduce_scatter", x, reduces=op)
 
     def folder() -> Folder:
         return folder_of(team, op, x.element, terms)
@@ -107,7 +107,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of the other."""
     own = x.array()
     is_root = team.rank == src
-    meeting = Meeting(team, "broadcast", x.nbytes, kind_of(x.element), x, root=src)
+    meeting = Meeting(team, "broadcast", x, root=src)
     passage = Passage(own, 0) if is_root else Passage(own[:0], x.count)
 
     def straight() -> Steps[None]:
@@ -119,7 +119,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     """Copy x of both into out of both, in the order of ranks."""
     own, rows = x.array(), out.array().reshape(2, x.count)
-    meeting = Meeting(team, "all_gather", x.nbytes, kind_of(x.element), x)
+    meeting = Meeting(team, "all_gather", x)
     return _rows(meeting, x, Passage(own, x.count), own, rows, slice(0, x.count))
 
 
@@ -129,7 +129,7 @@ def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
     sent, rows = (buffer.array()[: 2 * width].reshape(2, width) for buffer in (x, out))
     passage = Passage(sent[1 - team.rank], width)
     part = slice(team.rank * width, (team.rank + 1) * width)
-    meeting = Meeting(team, "all_to_all", x.nbytes, kind_of(x.element), x)
+    meeting = Meeting(team, "all_to_all", x)
     return _rows(meeting, x, passage, sent[team.rank], rows, part)
 
 

@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from mpdist.errors import ClosedError, UsageError
 from mpdist.progress.callback import when_done
@@ -32,6 +31,7 @@ from mpdist.torch.data_parallel.ending import (
     is_in_reentrant_checkpoint,
     is_whole_backward,
 )
+from mpdist.torch.data_parallel.gradient_hooks import GradientHooks
 from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.data_parallel.overlap import Overlap
 from mpdist.torch.data_parallel.slot import Slot
@@ -98,6 +98,7 @@ class Reducer:
             Slot(index, name, parameter, parameter in sparse_parameters)
             for index, (name, parameter) in enumerate(parameters)
         ]
+        self._hooks = GradientHooks(self._all)
         self._where = f"'{comm.name}' (rank {comm.rank})"
         self._notes: Notes | None = None
         self._former: change.Former | None = None
@@ -111,46 +112,26 @@ class Reducer:
         self._has_warned = False
         # Derivatives were made, whose backward comes by no output: so it is expected after another one, too.
         self._has_derivatives = self._is_kept = False
-        self._hooks_seen = -1
         self.look_at_parameters()
 
     # ------------------------------------------------------------------ forward
 
     def look_at_parameters(self) -> None:
         """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
-        for slot in self._all:
-            if slot.was_swapped():
-                slot.unregister()
-        self._be_last_hooks()
-        flags = [slot.parameter.requires_grad for slot in self._all]
+        has_other_hooks = self._hooks.follow(self.ready)
         has_new_types = any(
             slot.parameter.dtype != bucket.dtype for bucket in self.buckets or () for slot in bucket.slots
         )
-        if flags == [slot.handle is not None for slot in self._all] and not has_new_types:
+        if not has_other_hooks and not has_new_types:
             return
         if self.buckets is not None:
             self._former = change.Former(self.buckets, self._own_notes, len(self.slots))
-        for slot, requires_grad in zip(self._all, flags, strict=True):
-            if requires_grad and slot.handle is None:
-                slot.register(_hook(self, slot))
-            elif not requires_grad:
-                slot.unregister()
         self.slots = [slot for slot in self._all if slot.handle is not None]
         if not self.slots:
             self._check_parameters()
         for index, slot in enumerate(self.slots):
             slot.index = index
         self.forget_buckets()
-
-    def _be_last_hooks(self) -> None:
-        """Hooks of the program, which may change gradients, run before ours."""
-        if self._hooks_seen == RemovableHandle.next_id:  # a number for each hook of torch
-            return
-        for slot in self._all:
-            if slot.handle is not None and slot.has_later_hooks():
-                slot.unregister()
-                slot.register(_hook(self, slot))
-        self._hooks_seen = RemovableHandle.next_id
 
     def _check_parameters(self) -> None:
         """Raise where all that is trained are other tensors than when the module was wrapped."""
@@ -173,10 +154,8 @@ class Reducer:
         if self._is_kept:
             self._is_kept = self._has_derivatives = False
         self._forwards += 1
-        has_seen_all = self._hooks_seen == RemovableHandle.next_id
-        entrance = outputs.watch(output, self._entered)
-        if has_seen_all:
-            self._hooks_seen = RemovableHandle.next_id
+        with self._hooks.ignoring():
+            entrance = outputs.watch(output, self._entered)
         if entrance is not outputs.Entrance.NONE or not self.unused.is_allowed or not self.slots or is_in_backward():
             return
         self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
@@ -223,7 +202,7 @@ class Reducer:
                 "take torch.autograd.grad for derivatives of derivatives",
                 stacklevel=2,
             )
-        self._be_last_hooks()
+        self._hooks.be_last(self.ready)
         self._open()
         at_end_of_backward(self.finish, self._broke_off)
 
@@ -498,18 +477,7 @@ class Reducer:
     def remove_hooks(self) -> None:
         """Let the parameters go."""
         self.overlap.stop()
-        for slot in self._all:
-            slot.unregister()
-
-
-def _hook(reducer: Reducer, slot: Slot) -> Callable[[torch.Tensor], None]:
-    ready = reducer.ready
-
-    @leave_alone
-    def hook(parameter: torch.Tensor) -> None:
-        ready(slot)
-
-    return hook
+        self._hooks.remove()
 
 
 def _note_time(bucket: Bucket, work: object) -> None:
