@@ -59,6 +59,7 @@ async def test_random_programs_agree_with_the_reference(comm: Communicator) -> N
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.any_mpi
 @pytest.mark.limit(20 + 10 * SEEDS)
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize(("library", "way"), WAYS)

@@ -28,7 +28,7 @@ from mpdist.comm.staging import pinned_of
 from mpdist.memory import as_buffer
 from mpdist.progress.shown import showing
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(120), pytest.mark.apart, pytest.mark.any_mpi]
+pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.limit(120), pytest.mark.apart, pytest.mark.any_mpi]
 
 # What these ask of a process has nothing to do with devices.
 OTHERS = (
