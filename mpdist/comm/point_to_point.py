@@ -13,10 +13,11 @@ from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap
 from mpdist.progress import wire
+from mpdist.progress.interruption import is_interruption
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
 from mpdist.progress.receive import Probe, Receive, ReceiveEither, ReceiveObject
-from mpdist.progress.sending import posted, send, send_frames
+from mpdist.progress.sending import keep, posted, send, send_frames
 from mpdist.progress.sendrecv import SendReceive
 
 if TYPE_CHECKING:
@@ -51,12 +52,18 @@ class PointToPoint(Operations):
         channel = self._channel
         if dst not in channel.addressed or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > wire.PIECE_BYTES:
             return self._send(x, dst, tag)
+        request = None
         try:
             code = BY_DTYPE[x.dtype].code
             request = channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | code)
-        except (BufferError, KeyError):
-            return self._send(x, dst, tag)
-        return posted(channel, request, dst, tag, x)
+            return posted(channel, request, dst, tag, x)
+        except BaseException as error:
+            if is_interruption(error):
+                keep(channel, request, dst, tag, x)
+                raise
+            if not isinstance(error, (BufferError, KeyError)):
+                raise
+        return self._send(x, dst, tag)
 
     def _send(self, x: object, dst: int, tag: int) -> Work[None]:
         try:
@@ -127,11 +134,10 @@ class PointToPoint(Operations):
             _check_apart(x, out)
             receive = self.recv(out, dst if src is None else src, tag)
             try:
-                sent = self.send(x, dst, tag)
-            except BaseException:  # a receive without its send would take a message
+                return SendReceive(receive, self.send(x, dst, tag))
+            except BaseException:  # a receive that nobody knows would take a message
                 receive._abandon()
                 raise
-            return SendReceive(receive, sent)
         except UsageError as error:
             raise self._explained("sendrecv", error) from error.__cause__
 

@@ -61,6 +61,9 @@ class ArrayReceive(Receive):
             raise self._seen_error()
         return self._result
 
+    def _forget_memory(self) -> None:
+        del self._x
+
     def _take_back(self) -> None:
         """Nobody has looked at what the latency path has received."""
         if self._looked_at and self._error is None:

@@ -30,6 +30,7 @@ from mpdist.progress.collective import (
     user_place,
 )
 from mpdist.progress.inbox import Inbox
+from mpdist.progress.interruption import is_interruption
 from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
@@ -160,22 +161,33 @@ class Channel:
         work = kind(self, op, steps, details)
         work.task = task
         work._place = user_place()
-        with self.engine.lock:
-            if self.signer is not None and op != "close":  # a rank may close what others are still about to use
-                self.signer.sign_made(self.sequence + 1, op, details, single if is_unchecked is None else is_unchecked)
-            self.sequence += 1
-            work.sequence = self.sequence
-            self.recent.append((op, (details,), work._place))
-            self.collectives.append(work)
-            if self._running is not None or self._queue:
-                work.is_queued = True
-                self._queue.append(work)
-            else:
-                if not single:
-                    self._running = work
-                work._start()
-        self._hand_out()  # a close that is over at once has ended others
-        self.engine.ticking.ensure()
+        number = self.sequence
+        try:
+            with self.engine.lock:
+                number = self.sequence
+                if self.signer is not None and op != "close":  # a rank may close what others are still about to use
+                    self.signer.sign_made(number + 1, op, details, single if is_unchecked is None else is_unchecked)
+                self.sequence += 1
+                work.sequence = self.sequence
+                self.recent.append((op, (details,), work._place))
+                self.collectives.append(work)
+                if self._running is not None or self._queue:
+                    work.is_queued = True
+                    self._queue.append(work)
+                else:
+                    if not single:
+                        self._running = work
+                    work._start()
+            self._hand_out()  # a close that is over at once has ended others
+            self.engine.ticking.ensure()
+        except BaseException:  # of a signal's handler
+            if self.sequence > number:
+                if work._steps is not None and not work.is_queued and work not in self.engine.active:
+                    self.engine.active.append(work)
+                self._lost_hold_of(op)
+            elif self.signer is not None:
+                self.signer.take_back(number + 1)
+            raise
         return work
 
     def post_direct(
@@ -207,31 +219,52 @@ class Channel:
         work = Direct(self, op, result, words, task)
         frame = sys._getframe(caller)
         work._place = place = (frame.f_code, frame.f_lasti)
-        with engine.lock:
-            if self._running is not None or self._queue:  # by another thread, since it was looked at
-                return self._post_indirect(op, words, result, call, arguments, is_unchecked)
-            if self.signer is not None and is_unchecked is not None:
-                self.signer.sign(self.sequence + 1, op, words, is_unchecked)
-            try:
-                work._request = call(*arguments)
-            except BaseException:  # MPI's, or of a signal's handler
-                if self.signer is not None:
-                    self.signer.take_back(self.sequence + 1)
-                raise
-            self.sequence += 1
-            work.sequence = self.sequence
-            self.recent.append((op, words, place))
-            collectives.append(work)
-            engine.active.append(work)
-        flags = self.flags
-        for peer in self.peers:
-            if flags[peer]:
-                engine.doorbell.ring(peer)
-        if engine.doorbell.has_rung:
-            engine.doorbell.give_way()
-        if not ticking.is_on:
-            ticking.ensure()
+        try:
+            with engine.lock:
+                if self._running is not None or self._queue:  # by another thread, since it was looked at
+                    return self._post_indirect(op, words, result, call, arguments, is_unchecked)
+                if self.signer is not None and is_unchecked is not None:
+                    self.signer.sign(self.sequence + 1, op, words, is_unchecked)
+                try:
+                    work._request = call(*arguments)
+                except BaseException as error:  # MPI's, or of a signal's handler
+                    self._not_posted(work, call, arguments, error)
+                    raise
+                self.sequence += 1
+                work.sequence = self.sequence
+                self.recent.append((op, words, place))
+                collectives.append(work)
+                engine.active.append(work)
+            flags = self.flags
+            for peer in self.peers:
+                if flags[peer]:
+                    engine.doorbell.ring(peer)
+            if engine.doorbell.has_rung:
+                engine.doorbell.give_way()
+            if not ticking.is_on:
+                ticking.ensure()
+        except BaseException:  # of a signal's handler
+            if work.sequence:
+                if work not in engine.active:
+                    engine.active.append(work)
+                self._lost_hold_of(op)
+            raise
         return work
+
+    def _not_posted(
+        self, work: Direct[Any], call: Callable[..., Request], arguments: object, error: BaseException
+    ) -> None:
+        """The call has raised; where a signal's handler did, MPI may have it nevertheless, which nobody can see."""
+        if self.signer is not None:
+            self.signer.take_back(self.sequence + 1)
+        if getattr(call, "__self__", None) is self.transport and is_interruption(error):
+            work._left = arguments
+            self.engine.wrecks.append(work)
+            self._lost_hold_of(work.op)
+
+    def _lost_hold_of(self, op: str) -> None:
+        """A signal's handler has raised when others knew of a collective, or may have, and its caller has no Work."""
+        self.give_up(f"a signal's handler has interrupted {op} while it was posted, so its ranks may be out of step")
 
     def _post_indirect(
         self,
@@ -274,11 +307,15 @@ class Channel:
 
     def advance_queue(self) -> None:
         """Look at the collective that the others wait for, and start what may start."""
-        if self._running is not None:
-            self._running._poll()
+        running = self._running
+        if running is not None:
+            if running.is_queued:  # a signal's handler came before its start
+                running._start()
+            else:
+                running._poll()
         while self._queue and self._running is None:
-            work = self._queue.popleft()
-            self._running = work
+            self._running = work = self._queue[0]
+            del self._queue[0]
             work._start()
 
     def ring_all(self) -> None:
@@ -302,10 +339,6 @@ class Channel:
         """Pending sends that perhaps nobody can await any more."""
         works = self.unfinished()
         return [work for work in works if work._is_abandoned and not isinstance(work, Collective)]
-
-    def is_within_program(self) -> bool:
-        """Whether the caller was called by a collective's program; the caller holds the Engine's lock."""
-        return any(work._steps is not None and work._steps.gi_running for work in self.collectives)  # type: ignore[attr-defined]  # it is a generator
 
     def under_way(self) -> list[Work[Any]]:
         """Works of this communicator with which MPI is not done, whatever became of them, but its closing."""

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.errors import MpdistError, UsageError
-from mpdist.progress.interruption import is_interruption, is_over
+from mpdist.progress.interruption import is_interruption, is_of_handler, is_over
 from mpdist.progress.work import Requested, T, Work
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Collective(Work[T]):
     is_apart = False
     task: asyncio.Task[Any] | None = None
     _request: Request | None = None
-    _left: Steps[Any] | None = None
+    _left: object = None  # what MPI may still use
     _place: Place | None = None
 
     def __init__(self, channel: Channel, op: str, steps: Steps[T], details: Callable[[], str]) -> None:
@@ -101,6 +101,8 @@ class Collective(Work[T]):
             return self._done
         request = self._request
         if request is None:
+            if not self.is_queued:  # a signal's handler came before its first step
+                return self._advance()
             self._channel.advance_queue()
             return False
         try:
@@ -140,7 +142,7 @@ class Collective(Work[T]):
 
     def _stopped(self, error: BaseException) -> bool:
         """Its program has raised, or was interrupted by a handler that wants the exception for itself."""
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_of_handler(error):
             return self._broke(error)
         channel = self._channel
         channel.engine.wrecks.append(self)

@@ -277,10 +277,10 @@ class Engine:
 
     def wait(self, work: Work[Any], timeout: float | None = None) -> bool:
         """Drive until the Work is done; False if `timeout` seconds have passed."""
-        if self.lock._is_owned() and any(channel.is_within_program() for channel in self.channels):  # type: ignore[attr-defined]  # as threading.Condition asks
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise UsageError(
-                f"wait() for {work.describe()} was called by an op, or while an object was pickled, in the midst of "
-                "another operation: it may only compute there; wait before or after it"
+                f"wait() for {work.describe()} was called by an op, or while an object was pickled or unpickled, in "
+                "the midst of another operation: it may only compute there; wait before or after it"
             )
         if self.ticking.loop is not None:
             return self.drive_while(lambda: not work._done, timeout, work)

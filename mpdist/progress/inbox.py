@@ -122,13 +122,14 @@ class Inbox:
         box = self.box
         try:
             box.remove(message)
-            if message.arriving is not None:
+            if message.arriving is not None or engine.credit <= 0:
+                # Reserved until it has come, or the loop has had its turn; a misfit fails at once, for who comes next
+                # is to meet the same message in any case.
+                if not receive.fits(message):
+                    box.restore(message)
+                    return
                 receive.reserve(message)
-                engine.active.append(receive)
-                return
-            if engine.credit <= 0:  # give the loop its turn first; until then the message is reserved
-                receive.reserve(message)
-                engine.later.append(receive)
+                (engine.later if message.arriving is None else engine.active).append(receive)
                 return
             engine.credit -= message_credit(message.nbytes)
             if not receive.accept(message):
@@ -146,9 +147,17 @@ class Inbox:
             return
         if incoming.order == 0:
             incoming.order = self.box.next_order()
-        self.box.restore(incoming)
-        while incoming.order > 0 and (waiting := self.box.match(incoming.src, incoming.tag)) is not None:
-            self._claim(incoming, waiting)
+        waiting = None
+        try:
+            self.box.restore(incoming)
+            while incoming.order > 0 and (waiting := self.box.match(incoming.src, incoming.tag)) is not None:
+                self._claim(incoming, waiting)
+        except BaseException:  # of a signal's handler
+            if waiting is not None and not waiting._done and waiting._incoming is not incoming:
+                self._claim(incoming, waiting)
+            if incoming.probed is None and (waiting is None or waiting._incoming is not incoming):
+                self.give_back(incoming)
+            raise
 
     # ------------------------------------------------------------------ messages
 

@@ -8,8 +8,8 @@ dropped from three of them lazily. A receive that waits alone, the usual case,
 waits in `sole`, where it is met without a queue.
 
 A signal's handler may raise after any call in here. `match` makes none once it has
-changed something, so whoever is met is returned; `keep` and `restore` may be
-repeated: what is in its place already is not put there again.
+changed something, so whoever is met is returned, nor does `post`, so a receive waits, or was not
+posted; `keep` and `restore` may be repeated: what is in its place already is not put there again.
 """
 
 from __future__ import annotations
@@ -69,20 +69,22 @@ class Mailbox(Generic[R, M]):
             self.receives = receive.order = 1
             self.sole = receive
             return
-        sole, self.sole = self.sole, None
+        sole = self.sole
         if sole is not None:
             self._queue(sole)
+            self.sole = None
         self._queue(receive)
         self.receives += 1
 
     def _queue(self, receive: R) -> None:
-        self._clock += 1
-        receive.order = self._clock
         key = (receive.src, receive.tag)
         queue = self._posted.get(key)
         if queue is None:
             queue = self._posted[key] = deque()
-        queue.append(receive)
+        # No call from here on, nor in `post` after it.
+        self._clock += 1
+        receive.order = self._clock
+        queue += (receive,)
         if receive.src < 0 or receive.tag < 0:
             self._patterns += 1
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import UsageError
+from mpdist.errors import MpdistError, UsageError
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
 
@@ -86,9 +86,11 @@ class ProbedMessage(Message):
             return self._receive_there(
                 channel, buffer, self.src, self.tag, partial(channel.inbox.take_probed, incoming)
             )
-        except UsageError as error:
+        except MpdistError as error:
             self._incoming = incoming
-            raise type(error)(f"recv on {self._channel.where()}: {error}") from error.__cause__
+            if isinstance(error, UsageError):
+                raise type(error)(f"recv on {self._channel.where()}: {error}") from error.__cause__
+            raise
 
     def _restored(self, incoming: Incoming) -> None:
         self._incoming = incoming
@@ -131,6 +133,10 @@ class Incoming:
         self.lost = ""
         self.result: Message | None = None
         self.probed: ProbedMessage | None = None
+
+    def forget(self) -> None:
+        """What it consisted of has been received."""
+        self.handle = self.parts = self.head = self.request = None
 
     @property
     def is_object(self) -> bool:

@@ -73,8 +73,9 @@ class Receive(Wrapped[Message]):
 
     def accept(self, incoming: Incoming) -> bool:
         """Take the message; False if it does not fit: then this Work has failed, and the message is to be kept."""
+        if not self.fits(incoming):
+            return False
         try:
-            self._check(incoming)
             room = self._find_room(incoming)
         except (CommunicationError, UnsupportedBuffer) as error:
             self._fail(error)
@@ -85,6 +86,15 @@ class Receive(Wrapped[Message]):
             self._receive_now(incoming, room)
             return True
         return self._start_transfer(incoming)
+
+    def fits(self, incoming: Incoming) -> bool:
+        """Compare type and size; where they differ this Work has failed."""
+        try:
+            self._check(incoming)
+        except (CommunicationError, UnsupportedBuffer) as error:
+            self._fail(error)
+            return False
+        return True
 
     def hold(self, incoming: Incoming) -> bool:
         """Go on with the message at the next look, where `accept` was interrupted; False if it did not fit."""
@@ -274,6 +284,8 @@ class Receive(Wrapped[Message]):
         assert incoming is not None
         if not self._given_up:
             self._finish(message)
+            incoming.forget()
+            incoming.result = None
         elif self._keep(incoming, message):
             incoming.arriving = None
         self._steps = self._request = self._room = None  # whoever keeps the Work keeps no more memory than its result
@@ -290,15 +302,30 @@ class Receive(Wrapped[Message]):
         return withdrawn
 
     def _leave_queue(self) -> bool:
-        if self._reserved and self._incoming is not None:
+        incoming, is_queued = self._incoming, self.order > 0
+        if self._reserved and incoming is not None:
+            try:
+                self._withdraw()
+            except BaseException:  # of a signal's handler
+                self._leave_queue()
+                raise
             self._reserved = False
-            self._withdraw()
-            self._channel.inbox.give_back(self._incoming)
+            self._channel.inbox.give_back(incoming)
             return True
-        if self._channel.inbox.box.withdraw(self):
-            self._withdraw()
-            return True
+        try:
+            if self._channel.inbox.box.withdraw(self):
+                self._withdraw()
+                self._forget_memory()
+                return True
+        except BaseException:  # of a signal's handler
+            if is_queued and self.order <= 0 and not self._done:
+                self._withdraw()
+            raise
         return False
+
+    def _forget_memory(self) -> None:
+        """It was withdrawn, and may stay in the mailbox's queue for a while."""
+        self._buffer = None
 
     def _abandon(self) -> None:
         """The await was cancelled: the message, if it came, goes to the next receive."""
@@ -335,7 +362,7 @@ class Receive(Wrapped[Message]):
             print(f"mpdist: {self.describe()} was cancelled, and {incoming.describe()} is lost, {why}", file=sys.stderr)
             self._lose(why)
             return False
-        incoming.handle = incoming.parts = incoming.head = incoming.request = None
+        incoming.forget()
         return True
 
     def _let_go(self) -> None:

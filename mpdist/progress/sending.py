@@ -7,11 +7,13 @@ message is complete when it is posted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
+from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
 from mpdist.progress.send import Send, Sent, SentAndTurn
@@ -40,8 +42,7 @@ def send(channel: Channel, buffer: Buffer, dst: int, tag: int) -> Work[None]:
         memory = channel.transport.memory_of(buffer)
     if channel.flags[channel.world_ranks[dst]]:  # waking takes much longer than posting
         channel.ring(dst)
-    request = channel.isend([memory, nbytes, channel.byte], dst, tag << wire.CODE_BITS | buffer.element.code)
-    return posted(channel, request, dst, tag, buffer)
+    return _post(channel, [memory, nbytes, channel.byte], dst, tag, buffer.element.code, buffer)
 
 
 def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) -> Work[None]:
@@ -54,8 +55,9 @@ def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) 
     channel.addressed.add(dst)
     if sum(frame.nbytes for frame in frames) <= INLINE_OBJECT_BYTES:
         head = wire.pack_frames(frames, inline=True)
-        request = channel.isend([head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.OBJECT))
-        return posted(channel, request, dst, tag, head)
+        return _post(channel, [head, len(head), channel.byte], dst, tag, wire.OBJECT, head)
+    if frames[0].nbytes > wire.PACK_BYTES:
+        frames = [memoryview(b""), *frames]
     head = wire.pack_frames(frames, inline=False)
     bodies = [as_buffer(_body(frames, indices)) for indices in wire.bodies([frame.nbytes for frame in frames])]
     return _send_pieces(channel, head, wire.OBJECT_IN_PIECES, bodies, dst, tag, frames)
@@ -64,6 +66,17 @@ def send_frames(channel: Channel, frames: list[memoryview], dst: int, tag: int) 
 def _body(frames: list[memoryview], indices: list[int]) -> memoryview | bytearray:
     """One frame from where it is, or several copied together."""
     return frames[indices[0]] if len(indices) == 1 else wire.pack_body([frames[index] for index in indices])
+
+
+def _post(channel: Channel, spec: list[Any], dst: int, tag: int, code: int, lease: object) -> Work[None]:
+    request = None
+    try:
+        request = channel.isend(spec, dst, wire.wire_tag(tag, code))
+        return posted(channel, request, dst, tag, lease)
+    except BaseException as error:
+        if is_interruption(error):
+            keep(channel, request, dst, tag, lease)
+        raise
 
 
 def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Work[None]:
@@ -82,6 +95,20 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
         sent = Sent() if engine.credit > 0 else SentAndTurn()
         sent._channel = channel
         return sent
+    return _pending(channel, request, dst, tag, lease)
+
+
+def _pending(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Send:
+    engine = channel.engine
+    work = _unlisted(channel, request, dst, tag, lease)
+    with engine.lock:  # another thread's driver may be looking at the end of the table
+        engine.active.append(work)
+    if not engine.ticking.is_on:
+        engine.ticking.ensure()
+    return work
+
+
+def _unlisted(channel: Channel, request: Request | None, dst: int, tag: int, lease: object) -> Send:
     work = Send()
     work._channel = channel
     work._request = request
@@ -90,11 +117,21 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
     work.tag = tag
     work._done = work._looked_at = False
     work._error = work._callbacks = None
-    with engine.lock:  # another thread's driver may be looking at the end of the table
-        engine.active.append(work)
-    if not engine.ticking.is_on:
-        engine.ticking.ensure()
     return work
+
+
+def keep(channel: Channel, request: Request | None, dst: int, tag: int, lease: object) -> None:
+    """Go on with a message whose posting a signal's handler has interrupted: its memory is MPI's until it has gone.
+
+    Args:
+        request: None if the handler came before it had a name: whether MPI has the message is not known, and the
+            memory is kept for good.
+    """
+    engine = channel.engine
+    if request is None:
+        engine.wrecks.append(_unlisted(channel, None, dst, tag, lease))
+    elif not any(isinstance(work, Send) and work._request is request for work in list(engine.active)):
+        _pending(channel, request, dst, tag, lease)._abandon()
 
 
 def _sent(channel: Channel) -> Sent:
@@ -127,14 +164,24 @@ def _deliver_to_self(channel: Channel, incoming: Incoming) -> Work[None]:
 def _send_pieces(
     channel: Channel, head: bytes | bytearray, code: int, bodies: list[Buffer], dst: int, tag: int, owner: object
 ) -> Work[None]:
-    piece_tag = wire.wire_tag(tag, wire.PIECE)
-    isend, byte = channel.isend, channel.byte
-    with channel.engine.lock:  # another thread's pieces must not come in between
-        requests = [isend([head, len(head), byte], dst, wire.wire_tag(tag, code))]
-        for body in bodies:
-            octets = body.array().view("u1")
-            start = 0
-            for size in wire.piece_sizes(body.nbytes):
-                requests.append(isend([octets[start : start + size], size, byte], dst, piece_tag))
-                start += size
-    return posted(channel, channel.transport.together(requests), dst, tag, (head, bodies, owner))
+    byte, lease = channel.byte, (head, bodies, owner)
+    specs: list[list[Any]] = [[head, len(head), byte]]
+    for body in bodies:
+        octets = body.array().view("u1")
+        start = 0
+        for size in wire.piece_sizes(body.nbytes):
+            specs.append([octets[start : start + size], size, byte])
+            start += size
+    tags = [wire.wire_tag(tag, code)] + [wire.wire_tag(tag, wire.PIECE)] * (len(specs) - 1)
+    requests: list[Request] = []
+    request = None
+    try:
+        with channel.engine.lock:  # another thread's pieces must not come in between
+            # All or none: within one expression, and MPI's calls, no handler of a signal can raise.
+            requests += map(channel.isend, specs, repeat(dst), tags)
+        request = channel.transport.together(requests)
+        return posted(channel, request, dst, tag, lease)
+    except BaseException as error:
+        if is_interruption(error) and requests:
+            keep(channel, request or channel.transport.together(requests), dst, tag, lease)
+        raise

@@ -151,7 +151,7 @@ def _object_message(incoming: Incoming, head: Octets, bodies: list[Octets]) -> M
                 indices, wire.unpack_body(body.data, [sizes[index] for index in indices]), strict=True
             ):
                 frames[index] = frame
-    item = decode(frames)
+    item = decode(frames if sizes[0] else frames[1:])
     return Message(item, incoming.src, incoming.tag, 1, sum(sizes), None)
 
 
@@ -176,7 +176,7 @@ class Pieces:
 
     def __init__(self, channel: Channel, incoming: Incoming, bodies: list[Octets]) -> None:
         self._channel = channel
-        self._incoming = incoming
+        self._incoming: Incoming | None = incoming  # until they have come: it keeps them, too
         self.bodies = bodies
         self._regions: list[Octets] = []
         for body in bodies:
@@ -188,6 +188,8 @@ class Pieces:
         self._complete = 0
 
     def Test(self) -> bool:
+        if self._incoming is None:
+            return True
         parts = self._incoming.parts
         assert parts is not None
         channel = self._channel
@@ -206,4 +208,7 @@ class Pieces:
         if len(requests) < len(self._regions):
             return False
         channel.inbox.all_pieces_came(self._incoming)
-        return self._complete == len(requests)
+        if self._complete < len(requests):
+            return False
+        self._incoming = None
+        return True

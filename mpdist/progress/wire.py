@@ -20,7 +20,8 @@ MAX_TAG = 2**20 - 1
 # Codes 1-31: elements of that type, the whole array in one message.
 ARRAY_IN_PIECES = 32  # + element code: the message holds the array's nbytes, the data follow as PIECEs
 OBJECT = 64  # a pickle, then its out-of-band buffers, in one message
-OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs, see `bodies`
+OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the buffers follow as PIECEs, see `bodies`;
+# a pickle that is too large for one message follows as the first of them, an empty one in its place
 PIECE = 66  # a part of the last message with pieces of the same source and tag
 LAST = 67  # empty: its sender closes the communicator, and nothing follows
 ARRAY_SHOWN = 96  # + element code: the message says where its receiver finds the data, on a device of its node

@@ -33,9 +33,11 @@ Callback = tuple[Callable[["Work[Any]"], object], contextvars.Context | None, as
 class Unseen:
     """Reports an error when it is collected before somebody looked at it."""
 
+    error: BaseException | None = None
+
     def __init__(self, text: str, error: BaseException) -> None:
         self.text = text
-        self.error: BaseException | None = error
+        self.error = error
 
     def __del__(self) -> None:
         if self.error is not None and not sys.is_finalizing():

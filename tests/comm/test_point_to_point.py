@@ -486,6 +486,17 @@ async def test_objects_in_pieces_arrive(
             await round_trip(comm, name, item)
 
 
+@pytest.mark.parametrize("small", [-1, 200])
+async def test_large_pickles_arrive_in_pieces(comm: Communicator, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    """As one of more than 2**31 bytes does, which MPI takes as no single message."""
+    monkeypatch.setattr(sending, "INLINE_OBJECT_BYTES", 0)
+    monkeypatch.setattr(wire, "SMALL_FRAME_BYTES", small)
+    monkeypatch.setattr(wire, "PACK_BYTES", 100)
+    monkeypatch.setattr(wire, "PIECE_BYTES", 300)
+    for item in ("x" * 5000, ["x" * 5000, np.arange(500), np.arange(3)], b"x" * 301, np.arange(3)):
+        await round_trip(comm, str(item)[:10], item)
+
+
 async def test_an_object_of_many_arrays_travels_in_few_messages(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
-"""Receives that are given up while their message still comes: no later message overtakes it."""
+"""Receives: given up while their message still comes, met by one that does not fit, and what they keep alive."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from typing import Any, cast
 
 import numpy as np
@@ -136,6 +138,83 @@ async def test_a_misfit_stays_queued_in_its_place(comm: Communicator) -> None:
         await short
     assert (await comm.recv(src=0, tag=SOON)).data.tolist() == FIRST.tolist()
     assert (await comm.recv(src=0, tag=SOON)).count == 4
+
+
+@pytest.mark.parametrize("is_turn_due", [False, True])
+async def test_a_misfit_lets_nothing_overtake_its_message(comm: Communicator, is_turn_due: bool) -> None:
+    if comm.rank == 0:
+        for number in (1, 2):
+            await comm.send(np.full(10, number), 1, SOON)
+        await comm.send(np.zeros(1), 1, HERE)
+        return
+    await comm.recv(src=0, tag=HERE)
+    if is_turn_due:
+        comm._channel.engine.credit = 0
+    short, long = comm.recv(np.zeros(5, int), 0, SOON), comm.recv(np.zeros(10, int), 0, SOON)
+    with pytest.raises(mpdist.MessageTruncated):
+        await short
+    assert (await long).data[0] == 1
+    assert (await comm.recv(src=0, tag=SOON)).data[0] == 2
+
+
+class Receives:
+    """Waits for a message when it is unpickled."""
+
+    def __init__(self, count: int) -> None:
+        self.arrays = [np.zeros(count) for _ in range(3)]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mpdist.init().recv(np.zeros(3), 0, HERE).wait()
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_whoever_waits_while_an_object_is_unpickled_is_refused(comm: Communicator, count: int) -> None:
+    if comm.rank == 0:
+        comm.send_object(Receives(count), 1, SOON).wait()
+        return
+    with pytest.raises(mpdist.CommunicationError, match="while an object was pickled or unpickled"):
+        comm.recv_object(0, SOON).wait()
+    assert not list(mpdist.init()._channel.inbox.box.waiting())
+
+
+async def test_a_message_that_has_been_received_is_kept_by_nothing(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would look for what keeps itself alive after some hundred of them, be they of many MB."""
+    monkeypatch.setattr(wire, "PIECE_BYTES", 100_000)
+    x = np.ones(100_000)
+    if comm.rank == 0:
+        for _ in range(10):
+            await comm.send_object(x, 1, SOON)
+            await comm.send(x, 1, SOON)
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        received = []
+        for _ in range(10):
+            received.append(weakref.ref((await comm.recv_object(0, SOON)).data.base))
+            received.append(weakref.ref((await comm.recv(None, 0, SOON)).data))
+            own = comm.send(x, 1, SOON)
+            received.append(weakref.ref((await comm.recv(None, 1, SOON)).data))
+            await own
+        assert [each() for each in received if each() is not None] == []
+    finally:
+        gc.enable()
+
+
+async def test_a_receive_that_was_withdrawn_keeps_no_memory(comm: Communicator) -> None:
+    if comm.rank == 0:
+        return
+    waiting = comm.recv(np.zeros(3), 0, HERE)
+    arrays = [np.zeros(1000) for _ in range(10)]
+    refs = [weakref.ref(each) for each in arrays]
+    for array in arrays:
+        assert comm.recv(array, 0, SOON).cancel()
+        assert comm.recv(array.reshape(10, 100).view(), 0, SOON).cancel()
+    del array, arrays
+    assert [each() for each in refs if each() is not None] == []
+    assert waiting.cancel()
 
 
 async def test_whoever_waits_for_a_message_that_is_lost_is_told(comm: Communicator) -> None:

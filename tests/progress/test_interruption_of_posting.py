@@ -1,0 +1,233 @@
+"""What a signal's handler interrupts while it is posted: a message is whole, and no other receive or sum suffers.
+
+Each place is tried in turn, in each file that has to do with posting, see `interruptions`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from progress.interruptions import Interrupted, Interruptions, raising
+
+from mpdist import ClosedError, Communicator
+from mpdist.progress import wire
+
+pytestmark = pytest.mark.ranks(2)
+
+FILES = {
+    "progress": (
+        "array_receive",
+        "channel",
+        "collective",
+        "engine",
+        "inbox",
+        "mailbox",
+        "message",
+        "receive",
+        "sending",
+        "sendrecv",
+    ),
+    "comm": ("groups", "objects", "operation", "point_to_point"),
+    "transport": ("mpi", "requests"),
+}
+GO = 9
+WAIT = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    with raising():
+        yield
+
+
+def interrupted(number: int, folder: str, call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What the call gives, None if it was interrupted at that place; and whether there is such a place."""
+    interruptions = Interruptions(number, folder, FILES[folder])
+    try:
+        with interruptions:
+            return call(), interruptions.left < 0
+    except Interrupted:
+        return None, True
+
+
+def go_on(comm: Communicator, is_on: bool) -> bool:
+    """Whether rank 1 goes on, for both ranks."""
+    if comm.rank == 1:
+        comm.send(np.full(1, int(is_on)), 0, GO).wait()
+        return is_on
+    return bool(comm.recv(np.zeros(1, int), 1, GO).wait().data[0])
+
+
+def numbers(value: int) -> np.ndarray[Any, Any]:
+    return np.full(3, value)
+
+
+RECEIVES: dict[str, Callable[[Communicator], Any]] = {
+    "array": lambda comm: comm.recv(np.zeros(3, int), 0, 2),
+    "new array": lambda comm: comm.recv(None, 0, 2),
+    "probe": lambda comm: comm.probe(0, 2),
+}
+
+
+@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.parametrize("case", RECEIVES)
+def test_receives_that_wait_already_still_get_their_messages(comm: Communicator, case: str, others: int) -> None:
+    for number in itertools.count():
+        if comm.rank == 0:
+            for tag in (*range(3, 3 + others), 2):
+                comm.send(numbers(tag), 1, tag).wait()
+            if not go_on(comm, True):
+                return
+            continue
+        waiting = [comm.recv(np.zeros(3, int), 0, tag) for tag in range(3, 3 + others)]
+        work, is_on = interrupted(number, "progress", lambda: RECEIVES[case](comm))
+        work = work or comm.recv(np.zeros(3, int), 0, 2)
+        messages = [each.wait(WAIT) for each in (*waiting, work)]
+        got = [(each.recv().wait() if case == "probe" and each.data is None else each).data[0] for each in messages]
+        assert got == [*range(3, 3 + others), 2], f"interrupted at place {number}"
+        assert comm._channel.inbox.box.receives == 0
+        if not go_on(comm, is_on):
+            return
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_receive_is_cancelled_or_waits_on(comm: Communicator, others: int) -> None:
+    for number in itertools.count():
+        if comm.rank == 0:
+            for tag in (*range(3, 3 + others), 2):
+                comm.send(numbers(tag), 1, tag).wait()
+            if not go_on(comm, True):
+                return
+            continue
+        waiting = [comm.recv(np.zeros(3, int), 0, tag) for tag in range(3, 3 + others)]
+        work = comm.recv(np.zeros(3, int), 0, 2)
+        _, is_on = interrupted(number, "progress", work.cancel)
+        if work.cancelled():
+            work = comm.recv(np.zeros(3, int), 0, 2)
+        got = [each.wait(WAIT).data[0] for each in (*waiting, work)]
+        assert got == [*range(3, 3 + others), 2], f"interrupted at place {number}"
+        assert comm._channel.inbox.box.receives == 0
+        if not go_on(comm, is_on):
+            return
+
+
+SENDS: dict[str, Callable[[Communicator, Any], Any]] = {
+    "array": lambda comm, x: comm.send(x, 1, 1),
+    "in pieces": lambda comm, x: comm.send(x, 1, 1),
+    "object": lambda comm, x: comm.send_object([x], 1, 1),
+}
+
+
+@pytest.mark.parametrize("folder", ["comm", "progress"])
+@pytest.mark.parametrize("case", SENDS)
+def test_a_message_arrives_whole_or_not_at_all(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, case: str, folder: str
+) -> None:
+    """Whoever was interrupted gives its array away, and other messages of the tag follow."""
+    count = 200_000
+    if case == "in pieces":
+        monkeypatch.setattr(wire, "PIECE_BYTES", 500_000)
+    for number in itertools.count():
+        if comm.rank == 0:
+            x = np.full(count, 2 * number)
+            work, is_on = interrupted(number, folder, lambda x=x: SENDS[case](comm, x))
+            comm.send(np.array([work is None]), 1, 2).wait()
+            del x
+            gc.collect()
+            others = [np.full(count, -1) for _ in range(4)]
+            last = SENDS[case](comm, np.full(count, 2 * number + 1))
+            comm.recv(np.zeros(1), 1, 3).wait()
+            last.wait()
+            assert work is None or work.done()
+            assert len(others) == 4
+            comm.send(np.full(1, int(is_on)), 1, GO).wait()
+        else:
+            was_interrupted = comm.recv(np.zeros(1, bool), 0, 2).wait().data[0]
+            got = []
+            while not got or got[-1] % 2 == 0:
+                data = (comm.recv_object(0, 1) if case == "object" else comm.recv(None, 0, 1)).wait(10).data
+                values = np.unique(data[0] if case == "object" else data)
+                assert len(values) == 1, f"interrupted at place {number}"
+                got.append(int(values[0]))
+            assert got == [2 * number, 2 * number + 1] or (was_interrupted and got == [2 * number + 1])
+            comm.send(np.zeros(1), 0, 3).wait()
+            is_on = bool(comm.recv(np.zeros(1, int), 0, GO).wait().data[0])
+        if not is_on:
+            return
+
+
+@pytest.mark.parametrize("folder", ["comm", "progress"])
+def test_a_sendrecv_leaves_no_receive_behind(comm: Communicator, folder: str) -> None:
+    for number in itertools.count():
+        if comm.rank == 0:
+            comm.send(numbers(1), 1, 2).wait()
+            if not go_on(comm, True):
+                return
+            continue
+        work, is_on = interrupted(number, folder, lambda: comm.sendrecv(numbers(5), 1, src=0, tag=2))
+        message = (work or comm.recv(None, 0, 2)).wait(WAIT)
+        assert message.data.tolist() == [1, 1, 1], f"interrupted at place {number}"
+        comm.send(numbers(6), 1, 3).wait()
+        while comm.probe(1).wait().recv().wait().tag != 3:  # what it has sent to itself
+            pass
+        if not go_on(comm, is_on):
+            return
+
+
+class _OutOfStep(Exception):
+    """Rank 1 has heard so."""
+
+
+CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "barrier": lambda comm, x: comm.barrier(),
+    "all_gather": lambda comm, x: comm.all_gather(x, out=np.zeros((comm.size, *x.shape), x.dtype)),
+}
+
+
+@pytest.mark.parametrize("folder", ["comm", "progress", "transport"])
+@pytest.mark.parametrize("op", CALLS)
+async def test_a_collective_was_not_posted_or_no_other_is(comm: Communicator, op: str, folder: str) -> None:
+    """Whoever catches it calls again: all get what they should, or that rank hears that it is out of step."""
+    for number in itertools.count():
+        place = _Place(number, folder)
+        with contextlib.suppress(_OutOfStep):
+            async with comm.dup() as each:
+                for turn in range(3):
+                    await _call(comm, each, op, turn, place)
+        if not (await comm.broadcast(np.full(1, int(place.is_there)), 1))[0]:
+            return
+
+
+class _Place:
+    def __init__(self, number: int, folder: str) -> None:
+        self.number, self.folder, self.is_there = number, folder, False
+
+
+async def _call(comm: Communicator, each: Communicator, op: str, turn: int, place: _Place) -> None:
+    x = np.full(4, 10.0**turn)
+    work = None
+    if comm.rank == 1:
+        if turn == 0:
+            work, place.is_there = interrupted(place.number, place.folder, lambda: CALLS[op](each, x))
+        if work is None and each._channel.broken:
+            with pytest.raises(ClosedError, match="a signal's handler has interrupted"):
+                CALLS[op](each, x)
+        else:
+            work = work or CALLS[op](each, x)
+        await comm.send(np.array([work is None]), 0, 4)
+        is_out = work is None
+    else:
+        work = CALLS[op](each, x)
+        is_out = (await comm.recv(np.zeros(1, bool), 1, 4)).data[0]
+    if is_out:
+        raise _OutOfStep
+    result = await work
+    if op != "barrier":
+        assert np.sum(result) == comm.size * 4 * 10.0**turn, f"interrupted at place {place.number}"
