@@ -104,6 +104,8 @@ class Channel:
         self.world_ranks = tuple(world_ranks)
         self.addressed: set[int] = set()
         self.peers = tuple(rank for place, rank in enumerate(self.world_ranks) if place != self.rank)
+        # From Python 3.12 on a loop over one peer would jump back without the `try` in which it is.
+        self._peer = self.peers[0] if len(self.peers) == 1 else None
         self.max_tag = wire.max_tag(transport.max_tag)
         self.sequence = 0
         self.recent: deque[tuple[str, Words, Place | None]] = deque(maxlen=RECENT)
@@ -235,12 +237,12 @@ class Channel:
                 self.recent.append((op, words, place))
                 collectives.append(work)
                 engine.active.append(work)
-            flags = self.flags
-            for peer in self.peers:
-                if flags[peer]:
-                    engine.doorbell.ring(peer)
-            if engine.doorbell.has_rung:
-                engine.doorbell.give_way()
+            if self._peer is None:
+                self.ring_all()
+            elif self.flags[self._peer]:
+                engine.doorbell.ring(self._peer)
+                if engine.doorbell.has_rung:
+                    engine.doorbell.give_way()
             if not ticking.is_on:
                 ticking.ensure()
         except BaseException:  # of a signal's handler
