@@ -1,18 +1,19 @@
-"""Burial: when the communicators of destroyed groups are given back to MPI.
+"""Burial: when the communicators of destroyed groups are given back, with the memory that their ranks share.
 
 MPI gives a freed communicator's number to the next one, among the ranks that make that. A group may be destroyed here
 while other ranks still use it, or have given up a collective in the middle: what they sent lies here or is under way,
-and would be taken for a message of the new communicator. So a destroyed group is closed at once, but its communicator
-is freed only when all its members have told each other that they are through with it: when the next default group
-is made. The others stay; MPICH has room for some 2000.
+and would be taken for a message of the new communicator; and what it has in shared memory, others may still read. So a
+destroyed group is closed at once, but given back only when all its members have told each other that they are through
+with it: as communicators that a program has dropped, when a group is made of ranks among which they are. Those on
+which something was pending stay; MPICH has room for some 2000.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from mpdist.torch.exchange import all_gather_records
+from mpdist.progress.channel import Channel, Dropped, Team
+from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from mpdist import Communicator
@@ -20,57 +21,51 @@ if TYPE_CHECKING:
 _WHY = "its process group was destroyed"
 
 
-@dataclass
 class Grave:
-    """A closed communicator.
+    """What is left of a closed channel until all members have one of it; to `dropped` it is like a channel."""
 
-    Attributes:
-        is_clean: nothing was pending on it here, and nothing had been given up.
-    """
+    broken = ""
 
-    transport: Any
-    members: tuple[int, ...]
-    is_clean: bool
+    def __init__(self, channel: Channel) -> None:
+        """Take what the channel would give back by itself."""
+        self.name = channel.name
+        self.world_ranks = channel.world_ranks
+        self._transport: Any = channel.transport
+        self._teams: list[Team] = [team for team in (channel.team, channel.devices) if team is not None]
+        channel.team = channel.devices = None
+
+    def unfinished(self) -> list[Work[Any]]:
+        """Nothing: it was clean."""
+        return []
+
+    def open(self) -> Work[None]:
+        """Give all back; everybody is through with it."""
+        transport = self._transport
+        any_source, any_tag, status = transport.any_source, transport.any_tag, transport.status
+        while (message := transport.improbe(any_source, any_tag, status)) is not None:  # that nobody has received
+            nbytes = status.count
+            message.Recv([bytearray(nbytes), nbytes, transport.byte])
+        transport.free()
+        for team in self._teams:
+            team.close(together=True)
+        self._teams.clear()
+        return _Opened()
 
 
-_graves: dict[str, Grave] = {}
+class _Opened(Work[None]):
+    """Done at once."""
+
+    _done = True
+    _result = None
 
 
-def bury(comm: Communicator, key: str) -> None:
-    """Close a communicator here; nobody is waited for.
-
-    Args:
-        key: its name, unique, and the same on all members.
-    """
+def bury(comm: Communicator) -> None:
+    """Close a communicator here; nobody is waited for. Its name is unique, and the same on all members."""
     channel = comm._channel
     if channel.is_closed:
         return
-    transport: Any = channel.transport
-    grave = Grave(transport, comm.ranks, not channel.broken and not channel.unfinished())
-    free, transport.free = transport.free, lambda: None
-    try:
-        comm._closed(_WHY)
-    finally:
-        transport.free = free
-    _graves[key] = grave
-
-
-def free_all_agreed(world: Communicator) -> None:
-    """Free what all members have buried; collective over the world."""
-    everyone = all_gather_records(world, {key: grave.is_clean for key, grave in _graves.items()})
-    for key, grave in list(_graves.items()):
-        if all(everyone[rank].get(key) for rank in grave.members):
-            _drop_messages(grave.transport)
-            grave.transport.free()
-            del _graves[key]
-
-
-def _drop_messages(transport: Any) -> None:
-    """Receive what nobody has received: all that was sent before the exchange is here."""
-    while (message := transport.improbe(*_any(transport))) is not None:
-        nbytes = transport.status.count
-        message.Recv([bytearray(nbytes), nbytes, transport.byte])
-
-
-def _any(transport: Any) -> tuple[int, int, Any]:
-    return transport.any_source, transport.any_tag, transport.status
+    is_clean = not channel.broken and not channel.unfinished()
+    grave = Grave(channel) if is_clean else None
+    comm._closed(_WHY)
+    if grave is not None:
+        channel.engine.dropped.append(Dropped(cast(Channel, grave), grave.open))

@@ -12,7 +12,6 @@ from torch.distributed.constants import default_pg_timeout
 import mpdist
 from mpdist.config import Config
 from mpdist.memory.heap import keep_freed
-from mpdist.torch.burial import free_all_agreed
 from mpdist.torch.callers import variable_of_caller
 from mpdist.torch.errors import WrongCall, translated
 from mpdist.torch.process_group import ProcessGroup
@@ -40,7 +39,6 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         _check_place(world, options.group_rank, options.group_size)
-        free_all_agreed(world)
     try:
         comm = finish(world.subgroup(ranks) if ranks else world.dup())
     except mpdist.MpdistError as error:

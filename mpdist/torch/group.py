@@ -58,7 +58,6 @@ class Group(dist.ProcessGroup):
     def __init__(self, comm: Communicator, store: Store, progress: Progress, timeout: timedelta) -> None:
         """Use a communicator of its own."""
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the form for subclasses, unlisted
-        self._key = comm.name
         self._comm = comm
         self._channel = comm._channel
         self._engine = comm._channel.engine
@@ -162,7 +161,7 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Close the group here; nobody is waited for."""
-        bury(self._comm, self._key)
+        bury(self._comm)
 
     mpdist_shutdown = shutdown
 
