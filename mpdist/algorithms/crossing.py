@@ -36,7 +36,8 @@ SLICE_BYTES = 512 * 1024
 def crosses_in_two_steps(cluster: Cluster, how: Reduction) -> bool:
     """Whether an all_reduce over the rails is an exchange, a sum of ours and a gathering; else it is MPI's own call."""
     transport = cluster.team.channel.transport
-    return how.element.is_half or how.is_compared or transport.reduces_slowly(len(cluster.nodes))
+    is_widened = how.element.is_half or how.is_compared or how.is_short
+    return is_widened or transport.reduces_slowly(len(cluster.nodes))
 
 
 def reduce_scatter(cluster: Cluster, rail: Transport, parts: Array, out: Array, how: Reduction) -> Steps[None]:

@@ -130,8 +130,7 @@ class GradientAverager:
         """
         self._note(index)
         try:
-            if array is not None:
-                self._replace(index, array)
+            self._replace(index, self._arrays[index] if array is None else array)
             if self._buckets is not None:
                 self._enter(index)
             else:
@@ -167,6 +166,7 @@ class GradientAverager:
             accelerator_of(buffer.device).follow(buffer)
 
     def _replace(self, index: int, array: object) -> None:
+        """Describe it again, also the same: it may lie elsewhere now, as after `tensor.data = ...`."""
         before, buffer = self._buffers[index], _described(array, self._names[index])
         if _kind(buffer) != _kind(before) or buffer.shape != before.shape:
             raise SizeMismatch(
@@ -219,6 +219,7 @@ class GradientAverager:
         try:
             for index, place in enumerate(self._places):
                 if not place.is_entered:
+                    self._replace(index, self._arrays[index])
                     self._is_ready[index] = True
                     self._enter(index)
             with self._lock:
@@ -277,6 +278,8 @@ class GradientAverager:
 
     def _collect(self) -> list[Any]:
         """Copy the results out, and be ready for the next step."""
+        for index, array in enumerate(self._arrays):
+            self._replace(index, array)
         results = [
             self._leave(x, buffer, place)
             for x, buffer, place in zip(self._arrays, self._buffers, self._places, strict=True)

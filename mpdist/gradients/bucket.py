@@ -32,8 +32,8 @@ class Place:
 
     def enter(self, buffer: Buffer) -> None:
         """Copy the array in."""
-        self.is_entered = True
         self._packing.enter(buffer.array(), self._room)
+        self.is_entered = True
 
     def leave(self, buffer: Buffer) -> None:
         """Copy the result into the array."""

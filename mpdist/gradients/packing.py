@@ -15,6 +15,7 @@ import numpy as np
 from mpdist.errors import UsageError
 from mpdist.memory import BY_NAME, HOST, Buffer, Element, ReduceOp, as_buffer, check_op, narrow_into, widen
 from mpdist.memory.elements import Array, numpy_dtype
+from mpdist.memory.quiet import QUIET
 
 COMPRESSED = {"float16": BY_NAME["float16"], "bfloat16": BY_NAME["bfloat16"]}
 
@@ -51,9 +52,12 @@ class Packing:
     def enter(self, source: Array, room: Array) -> None:
         """Copy an array into its place in the bucket; both 1-D, of `element.storage` and `wire.storage`."""
         if self.is_compressed:
-            narrow_into((source * self._scale).astype(np.float32, copy=False), room, self.wire)
+            scaled = QUIET.call(np.multiply, source, self._scale)
+            narrow_into(QUIET.call(scaled.astype, np.float32, copy=False), room, self.wire)
         elif self._scale != 1.0:
-            np.multiply(source, source.dtype.type(self._scale), out=room)
+            if self.element.kind == "complex":  # times a complex number, infinity would become inf + nan j
+                source, room = (each.view(each.real.dtype) for each in (source, room))
+            QUIET.call(np.multiply, source, source.dtype.type(self._scale), out=room)
         else:
             np.copyto(room, source)
 

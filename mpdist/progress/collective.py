@@ -164,12 +164,17 @@ class Collective(Work[T]):
         return True
 
     def _keep_requests(self, error: BaseException) -> None:
-        """Where MPI has failed one request of several: the others still use what the program holds."""
+        """Where MPI has failed one request of several: the others still use what the program holds.
+
+        Nobody knows what other ranks have heard of it.
+        """
         steps, channel = self._steps, self._channel
-        if channel._running is self and isinstance(error, channel.transport.failure) and steps and not is_over(steps):
+        if not isinstance(error, channel.transport.failure):
+            return
+        if channel._running is self and steps and not is_over(steps):
             self._left = steps
             channel.engine.wrecks.append(self)
-            channel.give_up(f"{self.describe()} failed, so its ranks may be out of step")
+        self._give_channel_up("failed")
 
     def _advice(self, error: BaseException) -> str:
         if not isinstance(error, self._channel.transport.failure):

@@ -6,7 +6,8 @@ the signal on to the handler that was there before it. We put ours there. It say
 line, puts back what was there before, and the signal comes again.
 
 Running Python inside such a handler is not safe in general; this process is lost in any
-case, its stack is out already, and the handler does next to nothing.
+case, its stack is out already, and the handler does next to nothing. Should it come to no end, as
+where the C library has found its heap broken and holds the lock of that, an alarm ends the process.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ FLUSH_SECONDS = 0.1
 # More than a `struct sigaction` takes anywhere; its contents are no concern of ours.
 _ACTION_BYTES = 512
 
+# Then an alarm kills a process whose handler stands still.
+ALARM_SECONDS = 2
+
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -42,6 +46,7 @@ class Crash:
         self._pid = os.getpid()
         self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._handler = _Handler(self._on_fault)  # C code refers to it
+        self._libc = ctypes.CDLL(None)
 
     def install(self) -> None:
         """Begin, and enable faulthandler; where the program has done so, maybe into a file, all stays as it is."""
@@ -61,7 +66,8 @@ class Crash:
 
     def _put_ours(self) -> None:
         with contextlib.suppress(AttributeError):  # a C library without sigaction
-            libc = ctypes.CDLL(None)
+            libc = self._libc
+            self._alarm, self._signal, self._sigaction = libc.alarm, libc.signal, libc.sigaction
             for number in FATAL:
                 self._before[number] = ctypes.create_string_buffer(_ACTION_BYTES)
                 libc.sigaction(int(number), None, self._before[number])
@@ -69,16 +75,18 @@ class Crash:
 
     def _put_back(self) -> None:
         for number, action in self._before.items():
-            ctypes.CDLL(None).sigaction(int(number), action, None)
+            self._libc.sigaction(int(number), action, None)
         self._before.clear()
 
     def _on_fault(self, number: int) -> None:
+        self._signal(signal.SIGALRM, None)  # SIG_DFL is a null pointer; both before anything that may need memory
+        self._alarm(ALARM_SECONDS)
         try:
             if os.getpid() == self._pid:  # a forked child is no rank
                 self._tell(f"crashed by {signal.Signals(number).name}")
                 time.sleep(FLUSH_SECONDS)
         finally:
-            ctypes.CDLL(None).sigaction(number, self._before[number], None)
+            self._sigaction(number, self._before[number], None)
             signal.raise_signal(number)  # it is blocked until we return
 
 

@@ -12,7 +12,7 @@ from mpdist.torch import sparse, uneven
 from mpdist.torch.devices import is_served
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.group import Group
-from mpdist.torch.options import only, only_list, root_of
+from mpdist.torch.options import is_async, only, only_list, root_of
 from mpdist.torch.reductions import Reduction, name_of, reduce_op, reduction_of
 from mpdist.torch.staging import Finish, as_bytes, check_output, is_known, joined, readable, room_for, writable
 
@@ -91,7 +91,9 @@ class Collectives(Group):
         if len({block.numel() for block in blocks}) == 1:
             return self._scatter_sum(out, joined(blocks), reduction, opts, blocks)
         room, finish = writable(out)
-        posted = self._comm.reduce_scatter([readable(block) for block in blocks], reduction.op, out=room)
+        sources = [readable(block) for block in blocks]
+        sources = [x.clone() if uneven.overlaps(x, room) else x for x in sources]
+        posted = self._comm.reduce_scatter(sources, reduction.op, out=room)
         return self._hand(posted, opts, [out], self._after(reduction.then, room, finish), blocks)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
@@ -189,7 +191,9 @@ class Collectives(Group):
         return uneven.all_to_all(self, received, sent, opts, outputs, inputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
-        """Done when all ranks have called it."""
+        """Done when all ranks have called it; unless `async_op`, with what this one has posted before."""
+        if self._channel.collectives and not is_async(opts):
+            self._wait_for_pending_works()
         return self._hand(self._comm.barrier(), opts)
 
 

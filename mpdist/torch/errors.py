@@ -6,6 +6,8 @@ programs catch that. The text, and mpdist's own error as the cause, stay.
 
 from __future__ import annotations
 
+from asyncio import CancelledError
+
 import torch.distributed as dist
 
 from mpdist.errors import ClosedError, CommunicationError, MpdistError, UsageError, WorkTimeout
@@ -41,6 +43,8 @@ def translated(error: BaseException) -> BaseException:
         new = WrongCall(str(error))
     elif isinstance(error, ClosedError):
         new = OperationFailed(f"the group is closed : {error}")
+    elif isinstance(error, CancelledError):  # which `except Exception` does not catch
+        new = OperationTimeout(f"mpdist: Timed out : {error}, when an earlier wait for it ended")
     elif isinstance(error, MpdistError | CommunicationError):
         new = OperationFailed(str(error))
     else:

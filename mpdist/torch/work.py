@@ -51,8 +51,8 @@ class Waiter:
         """Drive until it is done; False if so many seconds have passed."""
         waiting = self.progress.waiting
         thread = threading.get_ident()
-        waiting.add(thread)
         try:
+            waiting.add(thread)
             if posted.sequence or posted.limit is not None:  # a collective: the group's timeout limits it
                 return bool(self.engine.wait(posted, seconds))
             return self._wait_for_message(posted, seconds)

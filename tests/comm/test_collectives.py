@@ -813,3 +813,24 @@ async def test_blocks_cannot_be_resized_from_the_post_on(comm: Communicator, wha
         for rank in range(1, comm.size):
             await comm.send(np.ones(1), rank, tag=3)
     await work
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+async def test_sums_of_short_integers_wrap(comm: Communicator, dtype: str, deterministic: bool) -> None:
+    """In vectors and behind them, and where only a part of the sum is too large."""
+    largest = np.iinfo(dtype).max
+    for count in (1, 100, 20_000):
+        values = [np.full(comm.size * count, largest - 3 if rank % 2 == 0 else 7, dtype) for rank in range(comm.size)]
+        mine, wanted = values[comm.rank], np.sum(values, axis=0, dtype=dtype)
+        options = {"deterministic": deterministic}
+        np.testing.assert_array_equal(await comm.all_reduce(mine.copy(), **options), wanted)
+        factors = mpdist.premul_sum(3)
+        np.testing.assert_array_equal(await comm.all_reduce(mine.copy(), factors), (wanted * 3).astype(dtype))
+        reduced_there = await comm.reduce(mine, 0, **options)
+        assert comm.rank != 0 or (reduced_there == wanted).all()
+        np.testing.assert_array_equal(await comm.reduce_scatter(mine, **options), wanted[:count])
+        before = np.sum(values[: comm.rank + 1], axis=0, dtype=dtype)
+        np.testing.assert_array_equal(await comm.scan(mine), before)
+        blocks = await comm.reduce_scatter(np.array_split(mine, comm.size))
+        np.testing.assert_array_equal(blocks, wanted[:count])

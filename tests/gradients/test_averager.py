@@ -14,6 +14,7 @@ import pytest
 
 import mpdist
 from mpdist import CollectiveMismatch, Communicator, GradientAverager, SizeMismatch, UsageError
+from mpdist.gradients.packing import Packing
 from mpdist.gradients.talk import Conversation, Talk
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -489,3 +490,55 @@ async def test_two_who_await_one_step_get_its_result(comm: Communicator) -> None
         return await conversation
 
     assert await asyncio.gather(hold(), hold()) == ["all", "all"]
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+async def test_a_tensor_may_get_other_memory_between_steps(comm: Communicator, is_ready: bool) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(1000)
+    averager = GradientAverager(comm, [tensor])
+    for step in range(3):
+        tensor.data = torch.full((1000,), float(comm.rank + step))
+        if is_ready:
+            averager.ready(0)
+        await averager
+        assert tensor.tolist() == [(comm.size - 1) / 2 + step] * 1000
+    tensor.data = tensor.data.double()
+    with pytest.raises(SizeMismatch, match="float64"):
+        averager.ready(0)
+
+
+async def test_an_array_that_could_not_be_copied_is_copied_by_the_next_try(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays)
+    await averager
+    refill(arrays, 1, comm.rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(Packing, "enter", raising(MemoryError))
+        with pytest.raises(MemoryError):
+            averager.ready(0)
+    averager.ready(0)
+    await averager
+    check(arrays, 1, comm.size)
+
+
+def raising(kind: type[Exception]) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise kind
+
+    return call
+
+
+async def test_means_are_those_of_all_reduce_without_a_warning(comm: Communicator) -> None:
+    with np.errstate(all="raise"):
+        values = np.array([np.inf, 1 - 2j, np.inf * 1j], np.complex64)
+        wanted = await comm.all_reduce(values.copy(), "avg")
+        arrays = [values.copy(), np.array([1e-45, 3e38], np.float32)]
+        await GradientAverager(comm, arrays)
+        np.testing.assert_array_equal(arrays[0].view(np.float32), wanted.view(np.float32))
+        assert arrays[1][1] == pytest.approx(3e38)
+        large = np.full(3, 1e300)
+        await GradientAverager(comm, [large], compress="float16")
+        assert np.isinf(large).all()

@@ -62,6 +62,25 @@ def test_starts_without_variables_and_again(nothing: mpdist.Communicator, monkey
     assert int(os.environ["LOCAL_WORLD_SIZE"]) == nothing.size
 
 
+def test_groups_that_come_and_go_keep_no_shared_memory(nothing: mpdist.Communicator) -> None:
+    shared = nothing._channel.engine.shared
+    if shared is None:
+        pytest.skip("one rank shares nothing")
+
+    def one() -> int:
+        part = dist.new_group()
+        dist.all_reduce(torch.ones(200_000), group=part)
+        dist.destroy_process_group(part)
+        return shared.arena.used_bytes
+
+    for _ in range(2):
+        dist.init_process_group("mpdist")
+        dist.all_reduce(torch.ones(200_000))
+        used = [one() for _ in range(6)]
+        assert used[-1] == used[1]
+        dist.destroy_process_group()
+
+
 def test_every_rendezvous(
     nothing: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

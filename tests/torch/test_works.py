@@ -298,3 +298,51 @@ def test_what_a_given_up_collective_sent_meets_no_later_group(group: dist.Proces
             dist.scatter(x, blocks if group.rank() == 1 else None, src=1, group=part)
             assert x.tolist() == [float(group.rank())] * 8
             dist.destroy_process_group(part)
+
+
+def test_a_second_wait_after_a_timeout_raises_what_programs_catch(group: dist.ProcessGroup) -> None:
+    if group.rank() == 0:
+        work = dist.irecv(torch.zeros(1), 1)
+        assert work is not None
+        for _ in range(2):
+            with pytest.raises(OperationTimeout):
+                work.wait(timedelta(seconds=0.1))
+    dist.barrier()
+
+
+def test_what_a_barrier_follows_is_over(group: dist.ProcessGroup) -> None:
+    for _ in range(3):
+        tensors = [torch.ones(200_000) for _ in range(8)]
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
+        dist.barrier()
+        assert all((x == group.size()).all() for x in tensors)
+        for work in works:
+            work.wait()
+
+
+def test_results_may_lie_where_their_inputs_do(group: dist.ProcessGroup) -> None:
+    rank, size = group.rank(), group.size()
+    lengths = [2 + (each if is_uneven else 0) for is_uneven in (False, True) for each in range(size)]
+    for sizes in (lengths[:size], lengths[size:]):
+        ranks = torch.cat([torch.full((length,), float(each)) for each, length in enumerate(sizes)])
+
+        def own_part(sizes: list[int] = sizes) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            whole = torch.full((sum(sizes),), -1.0)
+            parts = list(whole.split(sizes))
+            parts[rank].fill_(rank)
+            return whole, parts
+
+        whole, parts = own_part()
+        dist.all_gather(parts, parts[rank])
+        assert whole.equal(ranks)
+        whole, parts = own_part()
+        dist.gather(parts[rank], parts if rank == 0 else None, 0)
+        assert rank != 0 or whole.equal(ranks)
+        whole = ranks.clone()
+        parts = list(whole.split(sizes))
+        dist.scatter(parts[rank], parts if rank == 0 else None, 0)
+        assert (parts[rank] == rank).all()
+        whole = ranks.clone()
+        parts = list(whole.split(sizes))
+        dist.reduce_scatter(parts[rank], parts)
+        assert (parts[rank] == rank * size).all()
