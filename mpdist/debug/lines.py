@@ -16,8 +16,10 @@ _LIBRARY = (_OURS, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "p
 
 def short(site: str) -> str:
     """A path, with or without a line, relative to the working folder if it lies in it."""
-    here = os.getcwd() + os.sep
-    return site.removeprefix(here)
+    try:
+        return site.removeprefix(os.getcwd() + os.sep)
+    except OSError:  # it was removed
+        return site
 
 
 def is_ours(site: str) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
 import threading
 import traceback
 from collections import deque
@@ -30,6 +29,7 @@ from mpdist.runtime import diagnosis
 from mpdist.runtime.answers import operation_of, posted_collectives
 from mpdist.runtime.diagnosis import MOST_OPERATIONS
 from mpdist.runtime.inquiries import ANSWER_SECONDS, Inquiries, Inquiry
+from mpdist.runtime.last_words import write_error
 from mpdist.runtime.mail import Mail
 from mpdist.runtime.records import Answers, Operation
 from mpdist.runtime.stuck import Stuck
@@ -171,11 +171,8 @@ class Control:
         self._failures += 1
         if self._failures <= MOST_FAILURES:
             last = "; nothing is said of it any more" if self._failures == MOST_FAILURES else ""
-            print(
-                f"mpdist: rank {self._rank}: the diagnosis has failed, limits are kept without it{last}:",
-                file=sys.stderr,
-            )
-            traceback.print_exc()
+            what = f"mpdist: rank {self._rank}: the diagnosis has failed, limits are kept without it{last}:"
+            write_error(f"{what}\n{traceback.format_exc().rstrip()}")
         for work in self._watch.overdue():
             limit = effective_limit(work, self._config)
             self._failing.append((work, WorkTimeout(f"{work.describe()} is not done after {limit:g} s", work=work)))
@@ -237,8 +234,8 @@ class Control:
             try:
                 handler(sender, letter)
             except Exception:  # of one letter: all waits depend on this thread
-                print(f"mpdist: rank {self._rank}: a letter of rank {sender} is dropped:", file=sys.stderr)
-                traceback.print_exc()
+                what = f"mpdist: rank {self._rank}: a letter of rank {sender} is dropped:"
+                write_error(f"{what}\n{traceback.format_exc().rstrip()}")
 
     def _send_posted(self, mail: Mail) -> None:
         while self._outbox:
@@ -322,4 +319,4 @@ class Control:
         if told:
             operations = [operation for _, operation in told]
             text = diagnosis.report(socket.gethostname(), self._rank, operations, inquiry.answers, more)
-            print(text, file=sys.stderr, flush=True)
+            write_error(text)

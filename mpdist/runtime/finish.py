@@ -7,11 +7,11 @@ need it. If they wait for more than it can give, the control thread ends the job
 
 from __future__ import annotations
 
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpdist.progress.receive import Receive
+from mpdist.runtime.last_words import write_error
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -90,9 +90,7 @@ def _report_unclaimed(channel: Channel) -> None:
     unclaimed = channel.inbox.unclaimed()
     if unclaimed:
         more = ", ..." if len(unclaimed) > SHOWN else ""
-        print(
+        write_error(
             f"mpdist: {channel.where()} ends with {len(unclaimed)} message{'s' * (len(unclaimed) > 1)} that nobody "
-            f"received: "
-            f"{', '.join(unclaimed[:SHOWN])}{more}",
-            file=sys.stderr,
+            f"received: {', '.join(unclaimed[:SHOWN])}{more}"
         )

@@ -32,7 +32,7 @@ from mpdist.runtime.control import Control
 from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
 from mpdist.runtime.hooks import INTERRUPTED, Hooks
-from mpdist.runtime.signals import Signals, end_with_launcher
+from mpdist.runtime.signals import Signals, Terminated, end_with_launcher
 from mpdist.transport import neighbours
 from mpdist.transport.cuda_aware import Awareness
 from mpdist.transport.cuda_aware.claim import cuda_support, library_path
@@ -134,9 +134,12 @@ class Job:
             self.signals.rearm()  # asyncio.Runner has set its own handler of SIGINT
             try:
                 return await main(self.world, *args)
-            except Exception as error:
-                # What is left to do are `finally` blocks of other tasks, which may wait for ranks that wait for us.
-                timers.append(self.ender.end_after(FINALLY_SECONDS, describe_error(error), 1))
+            except (Exception, SystemExit) as error:
+                # What is left to do are `finally` blocks of other tasks, and their threads, which may wait for ranks
+                # that wait for us.
+                reason, status = _failure(error)
+                if status:
+                    timers.append(self.ender.end_after(FINALLY_SECONDS, reason, status))
                 raise
 
         try:
@@ -357,6 +360,15 @@ def _guard(engine: Engine, world: Communicator, node: Transport, config: Config)
         exits.install()
         end_with_launcher()
     return job
+
+
+def _failure(error: BaseException) -> tuple[str, int]:
+    """What ends `run`, and the status of that; 0 for a SystemExit that says so, and for SIGTERM, which has its own."""
+    if not isinstance(error, SystemExit):
+        return describe_error(error), 1
+    if isinstance(error, Terminated):
+        return "", 0
+    return f"sys.exit({error.code!r})", exit_code(error.code)
 
 
 def _check_main(main: object) -> None:

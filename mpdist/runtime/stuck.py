@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from mpdist.runtime import diagnosis
 from mpdist.runtime.answers import operation_of
 from mpdist.runtime.diagnosis import MOST_OPERATIONS
 from mpdist.runtime.inquiries import Inquiries, Inquiry
+from mpdist.runtime.last_words import write_error
 from mpdist.runtime.waiting import Waits, waits
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Stuck:
         found = diagnosis.stuck(perhaps, [], finished)
         if found is not None and not self._is_hinted:
             self._is_hinted = True
-            print(f"mpdist: {diagnosis.hint_text(rank, *found, finished)}", file=sys.stderr, flush=True)
+            write_error(f"mpdist: {diagnosis.hint_text(rank, *found, finished)}")
 
 
 def _is_endless(work: Work[Any]) -> bool:
