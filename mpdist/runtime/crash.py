@@ -53,8 +53,8 @@ class Crash:
         if faulthandler.is_enabled() and not _is_enabled_by_option():
             return
         faulthandler.disable()
-        if not has_warden():  # which tells of the signal
-            self._put_ours()
+        # A warden tells of the signal. MPI's own handler would print the stack by means that may stand still.
+        self._put(None if has_warden() else self._handler)
         _enable_faulthandler()
 
     def remove(self) -> None:
@@ -64,14 +64,15 @@ class Crash:
             self._put_back()
             _enable_faulthandler()
 
-    def _put_ours(self) -> None:
+    def _put(self, handler: object) -> None:
+        """None: the system's own way, which ends the process."""
         with contextlib.suppress(AttributeError):  # a C library without sigaction
             libc = self._libc
             self._alarm, self._signal, self._sigaction = libc.alarm, libc.signal, libc.sigaction
             for number in FATAL:
                 self._before[number] = ctypes.create_string_buffer(_ACTION_BYTES)
                 libc.sigaction(int(number), None, self._before[number])
-                libc.signal(int(number), self._handler)
+                libc.signal(int(number), handler)
 
     def _put_back(self) -> None:
         for number, action in self._before.items():

@@ -368,7 +368,8 @@ def _failure(error: BaseException) -> tuple[str, int]:
         return describe_error(error), 1
     if isinstance(error, Terminated):
         return "", 0
-    return f"sys.exit({error.code!r})", exit_code(error.code)
+    name = "sys.exit" if isinstance(error, exits.Exit) else "SystemExit"
+    return f"{name}({error.code!r})", exit_code(error.code)
 
 
 def _check_main(main: object) -> None:

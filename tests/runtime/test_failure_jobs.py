@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import signal
 from collections.abc import Callable
 
@@ -108,10 +109,13 @@ def test_rank_that_leaves_while_others_wait_ends_the_job(launcher: str, how: str
     assert "failing.py:" in line
 
 
-def test_finally_block_that_waits_for_a_waiting_rank_does_not_hold_the_end_up() -> None:
-    ended = fail("bare", "finally", "recv", "run")
-    assert ended.status == 1
-    assert "ValueError: boom" in report(ended)
+@pytest.mark.parametrize(
+    ("how", "status", "text"), [("exception", 1, "ValueError: boom"), ("sysexit3", 3, "sys.exit(3)")]
+)
+def test_finally_block_that_waits_for_a_waiting_rank_does_not_hold_the_end_up(how: str, status: int, text: str) -> None:
+    ended = fail("bare", f"finally-{how}", "recv", "run")
+    assert ended.status == status
+    assert text in report(ended)
     assert "pending: recv from 0, tag 99" in ended.err
 
 
@@ -128,6 +132,14 @@ def test_lost_rank_is_named_under_mpdist_run(how: str) -> None:
     ended = fail("mpdist", how, "recv", "run")
     assert ended.status != 0
     assert report(ended).startswith("mpdist: rank 1 of 3 (host ")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library may not look")
+@pytest.mark.parametrize("launcher", ["bare", "mpdist"])
+def test_a_broken_heap_ends_the_job(launcher: str) -> None:
+    ended = fail(launcher, "heap", "barrier", "plain")
+    assert ended.status != 0
+    assert ended.seconds < PROMISED_SECONDS
 
 
 @pytest.mark.parametrize(("how", "name"), [("sigsegv", "SIGSEGV"), ("sigabrt", "SIGABRT"), ("thread_crash", "SIGSEGV")])

@@ -27,6 +27,19 @@ PAUSE_SECONDS = 0.3
 LONG_SECONDS = 60
 
 
+def break_the_heap():
+    """An overrun in C code that the C library finds, while it holds the lock of its heap."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    blocks = [libc.malloc(5000) for _ in range(8)]
+    ctypes.memset(blocks[2], 0x41, 5400)
+    libc.free(blocks[3])
+    libc.free(blocks[2])
+    for number in range(50):
+        libc.malloc(5000 + 16 * number)
+
+
 def fail(how):
     """What a plain function can do."""
     if how == "exception":
@@ -57,6 +70,8 @@ def fail(how):
         ctypes.string_at(0)
     if how == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "heap":
+        break_the_heap()
     if how == "sigabrt":
         os.abort()
     if how == "thread_crash":
@@ -153,10 +168,10 @@ async def async_fail(world, how):
         async with asyncio.TaskGroup() as group:
             group.create_task(async_fail(world, "exception"))
             group.create_task(asyncio.sleep(LONG_SECONDS))
-    if how == "finally":
+    if how.startswith("finally-"):
         task = asyncio.create_task(wait_in_finally(world))
         await asyncio.sleep(0)
-        how = "exception" if task else ""
+        how = how.removeprefix("finally-") if task else ""
     if how == "wait":
         await asyncio.sleep(LONG_SECONDS)
     fail(how)
