@@ -59,7 +59,9 @@ def test_what_mpi_does_alone_is_neither_copied_before_nor_after(element: object)
             continue
         how = Reduction.of(op, element, 2)  # type: ignore[arg-type]
         assert how.is_compared == (name == "min" and element.kind == "float")  # type: ignore[attr-defined]
-        assert how.is_direct == (not element.is_half and not how.is_compared)  # type: ignore[attr-defined]
+        is_short = element.kind in ("int", "uint") and element.itemsize < 4  # type: ignore[attr-defined]
+        assert how.is_short == (is_short and name == "sum")
+        assert how.is_direct == (not (element.is_half or how.is_compared or how.is_short))  # type: ignore[attr-defined]
         assert how.mpi_op == name
         if how.is_direct:
             x = as_buffer(np.zeros(2, element.storage))  # type: ignore[attr-defined]
