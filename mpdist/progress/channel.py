@@ -163,12 +163,11 @@ class Channel:
         work = kind(self, op, steps, details)
         work.task = task
         work._place = user_place()
-        number = self.sequence
+        unchecked = single if is_unchecked is None else is_unchecked
         try:
             with self.engine.lock:
-                number = self.sequence
                 if self.signer is not None and op != "close":  # a rank may close what others are still about to use
-                    self.signer.sign_made(number + 1, op, details, single if is_unchecked is None else is_unchecked)
+                    self.signer.sign_made(self.sequence + 1, op, details, unchecked)
                 self.sequence += 1
                 work.sequence = self.sequence
                 self.recent.append((op, (details,), work._place))
@@ -183,12 +182,12 @@ class Channel:
             self._hand_out()  # a close that is over at once has ended others
             self.engine.ticking.ensure()
         except BaseException:  # of a signal's handler
-            if self.sequence > number:
+            if work.sequence:
                 if work._steps is not None and not work.is_queued and work not in self.engine.active:
                     self.engine.active.append(work)
                 self._lost_hold_of(op)
             elif self.signer is not None:
-                self.signer.take_back(number + 1)
+                self.signer.take_back(self.sequence + 1)
             raise
         return work
 
