@@ -91,8 +91,7 @@ class Collectives(Group):
         if len({block.numel() for block in blocks}) == 1:
             return self._scatter_sum(out, joined(blocks), reduction, opts, blocks)
         room, finish = writable(out)
-        sources = [readable(block) for block in blocks]
-        sources = [x.clone() if uneven.overlaps(x, room) else x for x in sources]
+        sources = [uneven.apart(readable(block), room) for block in blocks]
         posted = self._comm.reduce_scatter(sources, reduction.op, out=room)
         return self._hand(posted, opts, [out], self._after(reduction.then, room, finish), blocks)
 
@@ -103,8 +102,7 @@ class Collectives(Group):
 
     def _scatter_sum(self, out: Tensor, x: Tensor, reduction: Reduction, opts: Any, inputs: Tensors) -> TorchWork:
         room, finish = writable(out)
-        if uneven.overlaps(x, room):
-            x = x.clone()
+        x = uneven.apart(x, room)
         posted = self._comm.reduce_scatter(x, reduction.op, out=room)
         return self._hand(posted, opts, [out], self._after(reduction.then, room, finish), inputs)
 
@@ -153,8 +151,7 @@ class Collectives(Group):
         if self._rank != root:
             return self._hand(self._comm.gather(x, root), opts, (), None, [input])
         room, finish = writable(output)
-        if uneven.overlaps(x, room):
-            x = x.clone()
+        x = uneven.apart(x, room)
         return self._hand(self._comm.gather(x, root, out=room), opts, [output], finish, [input])
 
     def scatter(self, outputs: Tensor | Tensors, input_lists: Any, opts: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
@@ -180,8 +177,7 @@ class Collectives(Group):
         uneven.even_length(output, self._size, "output")
         room, finish = writable(output)
         x = readable(input)
-        if uneven.overlaps(x, room):
-            x = x.clone()
+        x = uneven.apart(x, room)
         return self._hand(self._comm.all_to_all(x, out=room), opts, [output], finish, [input])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:

@@ -39,7 +39,7 @@ MAX_COUNT = 2**31 - 1
 def all_gather(group: Group, outs: Tensors, tensor: Tensor, opts: Any) -> TorchWork:
     """Each rank's block to all; each rank knows all sizes."""
     room, finish = room_for(outs)
-    x = _buffer(as_bytes(_apart(readable(tensor), room)))
+    x = _buffer(as_bytes(apart(readable(tensor), room)))
     return _post(group, "all_gather", _all_gather, opts, outs, finish, [tensor], x, _buffer(room), _counts(outs))
 
 
@@ -52,7 +52,7 @@ def gather(group: Group, outs: Tensors, tensor: Tensor, root: int, opts: Any) ->
         return _post(group, "gather", _gather, opts, [], None, [tensor], x, None, (), unit, root)
     check_block(outs[root], tensor, root)
     room, finish = room_for(outs)
-    x = _buffer(as_bytes(_apart(source, room)))
+    x = _buffer(as_bytes(apart(source, room)))
     return _post(group, "gather", _gather, opts, outs, finish, [tensor], x, _buffer(room), _counts(outs), unit, root)
 
 
@@ -64,7 +64,7 @@ def scatter(group: Group, out: Tensor, blocks: Tensors, root: int, opts: Any) ->
     if group._rank != root:
         return _post(group, "scatter", _scatter, opts, [out], finish, [], None, target, (), unit, root)
     check_block(out, blocks[root], root)
-    x = _buffer(as_bytes(_apart(joined(blocks), room)))
+    x = _buffer(as_bytes(apart(joined(blocks), room)))
     return _post(group, "scatter", _scatter, opts, [out], finish, blocks, x, target, _counts(blocks), unit, root)
 
 
@@ -74,7 +74,7 @@ def all_to_all(
     """Block r of each rank to rank r."""
     check_block(received[group._rank], sent[group._rank], group._rank)
     room, finish = room_for(received)
-    x = _apart(joined(sent), room)
+    x = apart(joined(sent), room)
     return _post(
         group,
         "all_to_all",
@@ -90,7 +90,7 @@ def all_to_all(
     )
 
 
-def _apart(x: Tensor, room: Tensor) -> Tensor:
+def apart(x: Tensor, room: Tensor) -> Tensor:
     """x, or a copy where the results would be written over it: MPI takes no such memory."""
     return x.clone() if overlaps(x, room) else x
 

@@ -68,6 +68,15 @@ def numbers(value: int) -> np.ndarray[Any, Any]:
     return np.full(3, value)
 
 
+def send_to_receives(comm: Communicator, others: int) -> None:
+    """Rank 0: a message for each receive of rank 1, as long as that goes on."""
+    is_on = True
+    while is_on:
+        for tag in (*range(3, 3 + others), 2):
+            comm.send(numbers(tag), 1, tag).wait()
+        is_on = go_on(comm, True)
+
+
 RECEIVES: dict[str, Callable[[Communicator], Any]] = {
     "array": lambda comm: comm.recv(np.zeros(3, int), 0, 2),
     "new array": lambda comm: comm.recv(None, 0, 2),
@@ -78,13 +87,10 @@ RECEIVES: dict[str, Callable[[Communicator], Any]] = {
 @pytest.mark.parametrize("others", [1, 2])
 @pytest.mark.parametrize("case", RECEIVES)
 def test_receives_that_wait_already_still_get_their_messages(comm: Communicator, case: str, others: int) -> None:
+    if comm.rank == 0:
+        send_to_receives(comm, others)
+        return
     for number in itertools.count():
-        if comm.rank == 0:
-            for tag in (*range(3, 3 + others), 2):
-                comm.send(numbers(tag), 1, tag).wait()
-            if not go_on(comm, True):
-                return
-            continue
         waiting = [comm.recv(np.zeros(3, int), 0, tag) for tag in range(3, 3 + others)]
         work, is_on = interrupted(number, "progress", lambda: RECEIVES[case](comm))
         work = work or comm.recv(np.zeros(3, int), 0, 2)
@@ -98,13 +104,10 @@ def test_receives_that_wait_already_still_get_their_messages(comm: Communicator,
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_receive_is_cancelled_or_waits_on(comm: Communicator, others: int) -> None:
+    if comm.rank == 0:
+        send_to_receives(comm, others)
+        return
     for number in itertools.count():
-        if comm.rank == 0:
-            for tag in (*range(3, 3 + others), 2):
-                comm.send(numbers(tag), 1, tag).wait()
-            if not go_on(comm, True):
-                return
-            continue
         waiting = [comm.recv(np.zeros(3, int), 0, tag) for tag in range(3, 3 + others)]
         work = comm.recv(np.zeros(3, int), 0, 2)
         _, is_on = interrupted(number, "progress", work.cancel)
