@@ -182,18 +182,14 @@ async def test_ranks_that_call_different_operations_hear_of_it(comm: Communicato
             assert (await made.all_reduce(x) == made.size).all()
 
 
-async def test_through_slots_the_reader_hears_of_it(comm: Communicator) -> None:
-    """The others may be done by then, for what they gather has no more than two rounds."""
+async def test_through_slots_all_hear_of_it_where_there_is_a_root(comm: Communicator) -> None:
     with replaced(comm, SLOTS):
         made = await comm.dup()
         x, behind = arrays(made, False, COUNT)
-        if made.rank == 0:
-            with pytest.raises(mpdist.SizeMismatch, match=r"gather .*rank 0: 840000, .*rank \d: 420000"):
-                await made.gather(x, 0)
-            with pytest.raises(mpdist.ClosedError, match="out of step"):
-                made.barrier()
-        else:
+        with pytest.raises(mpdist.SizeMismatch, match=r"gather .*rank 0: 840000, .*rank \d: 420000"):
             await made.gather(x, 0)
+        with pytest.raises(mpdist.ClosedError, match="out of step"):
+            made.barrier()
         assert not behind.any()
         await comm.barrier()
         with pytest.raises(ZeroDivisionError):
@@ -226,15 +222,45 @@ async def test_through_slots_those_that_wait_for_readers_hear_of_it(
                 raise ZeroDivisionError
 
 
+ROOTED: dict[str, Callable[[Communicator, Any, int], mpdist.Work[Any]]] = {
+    "broadcast": lambda comm, x, root: comm.broadcast(x, root),
+    "reduce": lambda comm, x, root: comm.reduce(x, root),
+    "gather": lambda comm, x, root: comm.gather(x, root),
+}
+ROOTS = {"each another": lambda rank: 0 if rank else 1, "the second by itself": lambda rank: int(rank == 1)}
+
+
 @pytest.mark.parametrize("way", [SHARED, pytest.param(CHANGING, marks=pytest.mark.ranks(2))], ids=str)
 @pytest.mark.parametrize("count", [1000, COUNT])
-@pytest.mark.parametrize("op", ["reduce", "broadcast"])
-async def test_ranks_that_take_different_roots_hear_of_it(comm: Communicator, op: str, count: int, way: Way) -> None:
+@pytest.mark.parametrize("roots", ROOTS)
+@pytest.mark.parametrize("op", ROOTED)
+async def test_ranks_that_take_different_roots_hear_of_it(
+    comm: Communicator, op: str, roots: str, count: int, way: Way
+) -> None:
     skip_without_reach(comm)
     async with forced(comm, way) as made:
         for _ in range(3):
             x = np.full(count, made.rank)
             with pytest.raises(mpdist.CollectiveMismatch, match=rf"{op} on .*differ in src or dst"):
-                await getattr(made, op)(x, 0 if made.rank else 1)
+                await ROOTED[op](made, x, ROOTS[roots](made.rank))
             assert (x == made.rank).all()
             assert (await made.all_reduce(np.ones(count)) == made.size).all()
+
+
+@pytest.mark.parametrize("roots", ROOTS)
+@pytest.mark.parametrize("op", ROOTED)
+async def test_through_slots_ranks_that_take_different_roots_hear_of_it(
+    comm: Communicator, op: str, roots: str
+) -> None:
+    with replaced(comm, SLOTS):
+        made = await comm.dup()
+        x = np.full(2 * COUNT, made.rank)
+        with pytest.raises(mpdist.CollectiveMismatch, match=rf"{op} on .*differ in src or dst"):
+            await ROOTED[op](made, x, ROOTS[roots](made.rank))
+        assert (x == made.rank).all()
+        with pytest.raises(mpdist.ClosedError, match="out of step"):
+            made.barrier()
+        await comm.barrier()
+        with pytest.raises(ZeroDivisionError):
+            async with made:
+                raise ZeroDivisionError

@@ -17,8 +17,8 @@ import numpy as np
 from mpdist.algorithms.shared.calls import other_roots
 from mpdist.algorithms.shared.moving import copy
 from mpdist.algorithms.shared.one_round import RoundPlan, TwoWays
-from mpdist.algorithms.shared.reduction import ROOT, X_AT, cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT
+from mpdist.algorithms.shared.reduction import cuts
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, ROOT, X_AT
 
 if TYPE_CHECKING:
     from mpdist.algorithms.shared.moving import Memory

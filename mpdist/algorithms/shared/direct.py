@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mpdist.algorithms.shared.calls import all_reduce_of, kind_of, other_roots
 from mpdist.algorithms.shared.moving import Folding, copy
-from mpdist.algorithms.shared.reduction import OUT_AT, ROOT, X_AT, cuts, folder_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, FAILED, PRIVATE, REDUCED, STAGED
+from mpdist.algorithms.shared.reduction import cuts, folder_of, words_of
+from mpdist.algorithms.shared.team import CONSUMED, DST, FAILED, OUT_AT, PRIVATE, REDUCED, ROOT, STAGED, X_AT
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
 from mpdist.memory import Folder
@@ -58,7 +58,7 @@ class Meeting:
 
         Args:
             same: is as large on all members; missing: x.
-            root: of a broadcast, in which each would else find an array that it may copy.
+            root: of what has one; ranks that take another may find an array there, too.
         """
         self.team = team
         self.op = op
@@ -69,6 +69,7 @@ class Meeting:
         self.turn = Turn(team.channel.engine)
         place = PRIVATE if x is None else team.place_of(x)
         self._root = root
+        self._root_at = ROOT if reduces is None else DST
         self._places = place, place if out is x else PRIVATE if out is None else team.place_of(out)
         self.is_private = max(self._places) < 0
         self._round = 0
@@ -87,7 +88,7 @@ class Meeting:
         if not team.is_free():
             yield team.free()
         if self._root is not None:
-            facts = self._root, *facts[1:]  # a factor, whose place it takes, is 0
+            facts = (*facts, self._root) if self._root_at == DST else (self._root, *facts[1:])
         self._round = team.begin(1, self.op, self.nbytes, self._kind, *self._places, *facts, is_one_round=True) + 1
         team.tell(STAGED, self._round)
         if kept is not None:
@@ -96,7 +97,7 @@ class Meeting:
             yield team.all_at(STAGED, self._round)
         self.turn.restart()
         misfit = team.misfit(range(team.size))
-        if misfit is None and self._root is not None and not team.have_same(ROOT):
+        if misfit is None and self._root is not None and not team.have_same(self._root_at):
             misfit = other_roots(self.op, team.channel.where())
         if misfit is not None:
             if team.are_in_step():
@@ -232,7 +233,7 @@ def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
 
 def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     """Copy x of all into out of member dst; each writes its own."""
-    meeting = Meeting(team, "gather", x, out)
+    meeting = Meeting(team, "gather", x, out, root=dst)
     yield from meeting.begin()
     with meeting:
         if x.count:
@@ -247,7 +248,7 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
-    meeting = Meeting(team, "scatter", x, same=out)
+    meeting = Meeting(team, "scatter", x, same=out, root=src)
     yield from meeting.begin()
     with meeting:
         if out.count:
@@ -280,8 +281,9 @@ def reduce(
         out: as large as x, or x itself; None on members that do not receive.
         terms: how many inputs the result stands for, for avg.
     """
-    op_name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
-    meeting = Meeting(team, op_name, x, out, reduces=op)
+    dst = receivers[0] if len(receivers) == 1 else None
+    op_name = all_reduce_of(x.element) if dst is None else "reduce"
+    meeting = Meeting(team, op_name, x, out, reduces=op, root=dst)
     yield from meeting.begin(*words_of(op, x.element))
     with meeting:
         if x.count:

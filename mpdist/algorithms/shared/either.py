@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpdist.algorithms.shared.calls import all_reduce_of
 from mpdist.algorithms.shared.direct import Kept, Meeting
 from mpdist.algorithms.shared.pair import Pair, Take, copying, reducing
-from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts, folder_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, READ, REDUCED, SHOWN, SLOT_BYTES
+from mpdist.algorithms.shared.reduction import cuts, folder_of, words_of
+from mpdist.algorithms.shared.team import CONSUMED, OUT_AT, PACE, READ, REDUCED, SHOWN, SLOT_BYTES, X_AT
 from mpdist.memory import Folder
 from mpdist.memory.elements import Array
 

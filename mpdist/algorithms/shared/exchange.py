@@ -1,7 +1,8 @@
 """Exchange: what members show, others copy: broadcast, gather, scatter, all_gather, all_to_all.
 
 A member's input is rows of equal length; a row may be for everybody or for one
-member. Each reader copies rows to their places. Private rows pass through slots
+member. Each reader copies rows to their places. Where there is a root, all come
+together before anything is read: it must be the same one for all. Private rows pass through slots
 in rounds of some columns; memory that the others map is read where it is, and
 then the member must wait until all have read it.
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.calls import kind_of
 from mpdist.algorithms.shared.moving import copy
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED
+from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, ROOT, STAGED
 from mpdist.algorithms.shared.turn import Turn
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def exchange(
     showing: Sequence[int],
     pulls: Sequence[Pull],
     kept: Sequence[int] = (),
+    root: int | None = None,
 ) -> Steps[None]:
     """Show x, and copy what this member pulls.
 
@@ -127,24 +129,30 @@ def exchange(
         x: rows * columns elements; None on members that do not show.
         showing: the members that do.
         kept: rows of this member that no other pulls.
+        root: of what has one.
     """
     shown = Shown(team, x, rows, columns, element)
     turn = Turn(team.channel.engine)
     if not team.is_free():
         yield team.free()
     nbytes = rows * columns * element.itemsize
-    before = team.begin(shown.rounds, op, nbytes, kind_of(element), shown.place_of_x)
+    facts = () if root is None else (PRIVATE, root)
+    before = team.begin(shown.rounds, op, nbytes, kind_of(element), shown.place_of_x, *facts)
     last = before + shown.rounds
     read_by_others = [row for row in range(rows) if row not in kept]
     sources = [member for member in showing if member != team.rank] if pulls else []
     team.tell(REDUCED, last)
     if not shown.is_staged:
         team.tell(STAGED, last)
-    if not pulls:
-        team.tell(CONSUMED, last)
     for place in range(shown.rounds):
         number = before + place + 1
         yield from shown.stage_ahead(place, before, read_by_others, turn)
+        if root is not None and place == 0:
+            yield team.all_at(STAGED, number)
+            team.check_fit(range(team.size))
+            team.check_root(op, ROOT)
+            if not pulls:
+                team.tell(CONSUMED, last)  # not before, for then others may tell of their next call
         if not pulls:
             continue
         for member in sources:
@@ -166,7 +174,7 @@ def broadcast(team: Team, x: Buffer, src: int) -> Steps[None]:
     """Copy x of member src into x of all others."""
     is_root = team.rank == src
     pulls = [] if is_root else [(src, 0, x.array())]
-    return exchange(team, "broadcast", x if is_root else None, 1, x.count, x.element, [src], pulls)
+    return exchange(team, "broadcast", x if is_root else None, 1, x.count, x.element, [src], pulls, root=src)
 
 
 def all_gather(team: Team, x: Buffer, out: Buffer) -> Steps[None]:
@@ -182,13 +190,13 @@ def gather(team: Team, x: Buffer, out: Buffer | None, dst: int) -> Steps[None]:
     if out is not None:
         rows = out.array().reshape(team.size, x.count)
         pulls = [(member, 0, rows[member]) for member in _from_own(team)]
-    return exchange(team, "gather", x, 1, x.count, x.element, range(team.size), pulls)
+    return exchange(team, "gather", x, 1, x.count, x.element, range(team.size), pulls, root=dst)
 
 
 def scatter(team: Team, x: Buffer | None, out: Buffer, src: int) -> Steps[None]:
     """Copy row r of x of member src into out of member r."""
     pulls = [(src, team.rank, out.array())]
-    return exchange(team, "scatter", x, team.size, out.count, out.element, [src], pulls, [team.rank])
+    return exchange(team, "scatter", x, team.size, out.count, out.element, [src], pulls, [team.rank], src)
 
 
 def all_to_all(team: Team, x: Buffer, out: Buffer) -> Steps[None]:

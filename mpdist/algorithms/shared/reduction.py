@@ -22,7 +22,18 @@ from mpdist.algorithms.shared.calls import all_reduce_of, kind_of
 from mpdist.algorithms.shared.exchange import Shown
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.pair import Pair, reducing
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, RESULT_BYTES, ROUND_BYTES, STAGED
+from mpdist.algorithms.shared.team import (
+    CONSUMED,
+    DST,
+    FACTOR,
+    OUT_AT,
+    PRIVATE,
+    REDUCED,
+    RESULT_BYTES,
+    ROUND_BYTES,
+    STAGED,
+    X_AT,
+)
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import Folder
 
@@ -39,10 +50,6 @@ KNOWN_CALLS = 256
 
 # Slices begin at multiples of so many elements: no two members write into one line of a cache.
 _STEP = 64
-
-X_AT, OUT_AT, FACTOR = 0, 1, 2  # a factor is two words
-ROOT = FACTOR  # of a broadcast
-PACE = FACTOR + 2
 
 
 @lru_cache(KNOWN_CALLS)
@@ -85,7 +92,8 @@ class Reducing:
         self.rounds = max(1, -(-x.count // self.width))
         self.x_place = team.place_of(x)
         self.out_place = PRIVATE if out is None else team.place_of(out)
-        self.name = "reduce" if len(receivers) == 1 else all_reduce_of(x.element)
+        self.dst = receivers[0] if len(receivers) == 1 else None
+        self.name = all_reduce_of(x.element) if self.dst is None else "reduce"
         self.slots = team.slots(x.element)
         self.is_all_private = False
         self._inputs: list[Memory | None] = []
@@ -112,6 +120,8 @@ class Reducing:
         """What the members have told about their arrays."""
         team = self.team
         team.check_fit(range(team.size))
+        if self.dst is not None:
+            team.check_root("reduce", DST)
         self._inputs = [self._memory(member, place) for member, place in enumerate(team.facts(X_AT))]
         self._outputs = [self._memory(member, place) for member, place in enumerate(team.facts(OUT_AT))]
         self.is_all_private = not any(each is not None for each in [*self._inputs, *self._outputs])
@@ -186,6 +196,8 @@ class Reducing:
             copy(self.out[start + low : start + high], source)
 
     def facts(self) -> tuple[int, ...]:
+        if self.dst is not None:
+            return self.x_place, self.out_place, *words_of(self.op, self.element), self.dst
         if self.op.factor is None:
             return self.x_place, self.out_place
         return self.x_place, self.out_place, *words_of(self.op, self.element)

@@ -16,8 +16,8 @@ import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
-from mpdist.algorithms.shared.reduction import OUT_AT, PACE, X_AT, cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_SHARES, Team
+from mpdist.algorithms.shared.reduction import cuts
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_SHARES, OUT_AT, PACE, X_AT, Team
 from mpdist.memory.quiet import QUIET, Call
 from mpdist.transport.reach import Remote
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
-from mpdist.algorithms.shared.reduction import OUT_AT, X_AT, cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT, REDUCED, Team
+from mpdist.algorithms.shared.reduction import cuts
+from mpdist.algorithms.shared.team import FACTS, FACTS_AT, OUT_AT, REDUCED, X_AT, Team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpdist.algorithms.meeting import meet
-from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, begin_alike, call_word, misfit
+from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, begin_alike, call_word, misfit, other_roots
 from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.slots import Slots
 from mpdist.algorithms.shared.spread import Spread
@@ -59,6 +59,9 @@ START_AT = 6
 # Facts about its arrays, likewise.
 FACTS_AT = 8
 FACTS = 5
+X_AT, OUT_AT, FACTOR = 0, 1, 2  # a factor is two words
+PACE = FACTOR + 2
+ROOT, DST = FACTOR, PACE  # the root of what has no factor, and of a reduce, which has no pace
 # The last collective in which a member could not do its share.
 FAILED = FACTS_AT + 2 * FACTS
 # Rounds within a collective of a pair: up to which one a member has shown its input, and read the other's.
@@ -346,6 +349,12 @@ class Team:
         if why is not None:
             self.give_up()
             raise why
+
+    def check_root(self, op: str, number: int) -> None:
+        """As check_fit, whether all have put down the same root as fact `number`."""
+        if not self.have_same(number):
+            self.give_up()
+            raise other_roots(op, self.channel.where())
 
     def undone(self, op: str, number: int) -> CommunicationError | None:
         """Why a collective that began with this round has no result; all have ended it. None: it has one."""
