@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def all_reduce(transport: Transport, channel: Channel, *arguments: Any) -> Steps[Any]:
-    programs = yield from _programs(channel)
-    return (yield from programs.all_reduce(transport, channel, *arguments))
+    team = yield from shared.team_of(channel)
+    if team is None:
+        return (yield from ordered.all_reduce(transport, channel, *arguments))
+    return (yield from shared.all_reduce_in_order(team, *arguments))
 
 
 def reduce(transport: Transport, channel: Channel, *arguments: Any) -> Steps[Any]:

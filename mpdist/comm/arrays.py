@@ -162,8 +162,9 @@ def op_to_text(element: Element, nbytes: int, name: str, dst: int) -> str:
     return f"{op_text(element, nbytes, name)} to {dst}"
 
 
-def name_of(op: OpLike) -> str:
-    return op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
+def name_of(op: OpLike, deterministic: bool = False) -> str:
+    name = op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
+    return f"{name} in order" if deterministic else name
 
 
 def check_element(source: Buffer, target: Buffer) -> None:

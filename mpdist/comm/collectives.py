@@ -74,8 +74,9 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             mine = self._only(x)
             outs = self._out_blocks(out if self.rank == dst else None, [mine])
-            name = mine.element.name
-            return self._channel.post("gather", uneven.gather, lambda: f"[{name}] to {dst}", mine, outs, dst, x[0])
+            return self._channel.post(
+                *("gather", uneven.gather, lambda: f"list to {dst}", mine, outs, dst, x[0]), is_unchecked=True
+            )
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
         element, nbytes = source.element, source.nbytes
@@ -124,7 +125,8 @@ class Collectives(Reductions):
         parcel, refusal = self._scattered(x, target) if self.rank == src else (None, None)
         like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
         work: Work[Any] = self._channel.post(
-            "scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like
+            *("scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like),
+            is_unchecked=True,
         )
         if refusal is not None:
             work.forget()

@@ -29,7 +29,8 @@ class Objects(PointToPoint):
         if self.rank == src:
             message, refusal = self._packed("broadcast_object", item)
         work: Work[Any] = self._channel.post(
-            "broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src
+            *("broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src),
+            is_unchecked=True,
         )
         return self._unless(refusal, work)
 
@@ -39,7 +40,8 @@ class Objects(PointToPoint):
         self._check_pickle()
         dst = self._rank(dst, "dst")
         return self._channel.post(
-            "gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst
+            *("gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst),
+            is_unchecked=True,
         )
 
     @operation
@@ -58,7 +60,7 @@ class Objects(PointToPoint):
         if self.rank == src:
             messages, refusal = self._all_packed("scatter_object", items)
         work: Work[Any] = self._channel.post(
-            "scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src
+            *("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src), is_unchecked=True
         )
         return self._unless(refusal, work)
 

@@ -102,7 +102,7 @@ class Reductions(Arrays):
         """What is more than one call of MPI."""
         source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
         how = self._reduction(op, target)
-        details = partial(op_text, target.element, target.nbytes, name_of(op))
+        details = partial(op_text, target.element, target.nbytes, name_of(op, deterministic))
         if isinstance(how, Reduction):
             is_large, is_unchecked = self._is_large("all_reduce", how, target.nbytes), are_few(how, target.nbytes)
             return self._post_reduction(
@@ -119,7 +119,11 @@ class Reductions(Arrays):
         source = host_buffer(x)
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape) if self.rank == dst else None
-        element, nbytes, name = source.element, source.nbytes, name_of(op)  # the function itself may hold much
+        element, nbytes, name = (
+            source.element,
+            source.nbytes,
+            name_of(op, deterministic),
+        )  # the function itself may hold much
         details = partial(op_to_text, element, nbytes, name, dst)
         if isinstance(how, Reduction):
             is_large = nbytes >= self._large_from["reduce"]
@@ -174,7 +178,7 @@ class Reductions(Arrays):
         how = self._reduction(op, source)
         shape = self._block_shape(source) if out is None else ()
         target = self._output(source, out, shape, self.size)
-        words = (op_text, source.element, source.nbytes, name_of(op))
+        words = (op_text, source.element, source.nbytes, name_of(op, deterministic))
         if isinstance(how, Reduction):
             is_large, result = self._is_large("reduce_scatter", how, source.nbytes), target.owner
             if is_large and not deterministic:

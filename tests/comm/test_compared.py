@@ -98,6 +98,45 @@ async def test_another_op_root_or_operation(comm: Communicator) -> None:
         await differing(made, lambda comm, x: comm.barrier(), lambda comm, x: comm.all_gather_object(1), "object")
 
 
+def scattered(comm: Communicator, x: Any, src: int) -> mpdist.Work[Any]:
+    return comm.scatter(x if comm.rank == src else None, src)
+
+
+def handed_out(comm: Communicator, src: int) -> mpdist.Work[Any]:
+    return comm.scatter_object([1] * comm.size if comm.rank == src else None, src)
+
+
+FROM_OR_TO: dict[str, Callable[[Communicator, Any, int], mpdist.Work[Any]]] = {
+    "scatter": scattered,
+    "gather": lambda comm, x, root: comm.gather([x], root),
+    "broadcast_object": lambda comm, x, root: comm.broadcast_object(1, root),
+    "gather_object": lambda comm, x, root: comm.gather_object(1, root),
+    "scatter_object": lambda comm, x, root: handed_out(comm, root),
+}
+
+
+@pytest.mark.parametrize("op", FROM_OR_TO)
+async def test_another_root_where_headers_go_before(comm: Communicator, op: str) -> None:
+    call = FROM_OR_TO[op]
+    for root in (0, comm.size - 1):
+
+        def usual(comm: Communicator, x: Any, root: int = root) -> mpdist.Work[Any]:
+            return call(comm, x, root)
+
+        def other(comm: Communicator, x: Any, root: int = root) -> mpdist.Work[Any]:
+            return call(comm, x, comm.size - 1 - root)
+
+        await differing(comm, usual, other, rf"{op} .*(from|to) \d.* has called {op} .*(from|to) {root}")
+
+
+async def test_one_that_is_to_be_in_order_alone(comm: Communicator) -> None:
+    def other(comm: Communicator, x: Any) -> mpdist.Work[Any]:
+        return comm.all_reduce(x, deterministic=True)
+
+    async with forced(comm, NATIVE) as made:
+        await differing(made, CALLS["all_reduce"], other, r"sum in order,.*has called all_reduce float32 x \d+ sum\.")
+
+
 async def test_a_large_array_where_the_others_have_a_small_one(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

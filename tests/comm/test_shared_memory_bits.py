@@ -17,7 +17,7 @@ from mpdist import Communicator
 
 pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.limit(120)]
 
-COUNTS = (1, 1000, 16_411, 200_001)
+COUNTS = (1, 13, 1000, 16_411, 200_001)
 TYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
 
 

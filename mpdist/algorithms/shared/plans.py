@@ -46,6 +46,14 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     return _kept(team, (how, nbytes), kind(team, how, nbytes))
 
 
+def all_reduce_in_order(team: Team, how: Reduction, nbytes: int) -> Plan | None:
+    """That of the team which rounds after each rank, where all_reduce would round at the end."""
+    if not are_few(how, nbytes):
+        return all_reduce(team, how, nbytes)
+    key = SmallPlan, how, nbytes
+    return team.plans.get(key) or _kept(team, key, SmallPlan(team, how, nbytes))
+
+
 def reduce_scatter(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     """As of all_reduce; nbytes: of x."""
     key = ReduceScatterPlan, how, nbytes

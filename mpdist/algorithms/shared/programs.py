@@ -63,8 +63,16 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.all_reduce(transport, x, out, how))
+    return (yield from _all_reduce(team, plans.all_reduce(team, how, out.nbytes), x, out, how))
+
+
+def all_reduce_in_order(team: Team, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
+    """As all_reduce, rounded to the element type after each rank, however few numbers they are."""
+    return _all_reduce(team, plans.all_reduce_in_order(team, how, out.nbytes), x, out, how)
+
+
+def _all_reduce(team: Team, plan: Plan | None, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
     source = out if x is None else x
-    plan = plans.all_reduce(team, how, out.nbytes)
     if plan is not None:
         yield _request(team, plan, source, out)
     else:
