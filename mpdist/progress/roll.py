@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpdist.errors import CollectiveMismatch
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Words
 
-# So many collectives of each rank are remembered, and so many texts; who is further behind sees no difference.
+# So many collectives of each rank are remembered; who is further behind sees no difference. And so many texts.
 _ENTRIES = 256
+_TEXTS = 1024
 _TEXT_BYTES = 64
 _ENTRY_BYTES = 8
 
@@ -43,7 +44,7 @@ _UNCHECKED = 1 << 59
 _NONE = 0
 
 # What is known of the codes of calls is dropped all at once.
-_MOST_CODES = 1024
+_MOST_CODES = _TEXTS
 
 # After so long what another rank has written is seen as a whole, in whatever order its processor did.
 _SETTLE_SECONDS = 0.001
@@ -59,6 +60,10 @@ def comparable(details: str) -> str:
     return _ADDRESS.sub("", details)
 
 
+Call: TypeAlias = "tuple[str, Words, bool]"
+"""Operation, what makes its details, and whether it compares nothing by itself."""
+
+
 class Roll:
     """The memory of the ranks of one node.
 
@@ -72,7 +77,8 @@ class Roll:
         self.entries = memoryview(memory)[:split].cast("Q")
         self.texts = memoryview(memory)[split:]
         self.places = places
-        self.codes: dict[tuple[str, Words, bool], int] = {}
+        self.codes: dict[Call, int] = {}
+        self.written: dict[int, Call] = {}
 
     def signer(self, channel: Channel) -> Signer | None:
         """For the collectives of a channel; None where no other member is on this node."""
@@ -82,7 +88,7 @@ class Roll:
 
 def roll_bytes(ranks: int) -> int:
     """How much memory so many ranks of a node need."""
-    return ranks * _ENTRIES * (_ENTRY_BYTES + _TEXT_BYTES)
+    return ranks * (_ENTRIES * _ENTRY_BYTES + _TEXTS * _TEXT_BYTES)
 
 
 class Signer:
@@ -96,7 +102,8 @@ class Signer:
         own = here.index(channel.world_ranks[channel.rank])
         near = {here[own - 1], here[(own + 1) % len(here)]}
         self._channel = channel
-        self._entries, self._texts, self._codes = roll.entries, roll.texts, roll.codes
+        self._entries, self._texts = roll.entries, roll.texts
+        self._codes, self._written = roll.codes, roll.written
         # By its name, which all members know, and which differs from those of all others; half of the keys are left.
         self._base = int.from_bytes(blake2b(channel.name.encode(), digest_size=8).digest(), "little") % (_KEYS // 2)
         self._offset = self._base % _ENTRIES
@@ -115,10 +122,7 @@ class Signer:
         try:
             code = self._codes[op, words, is_unchecked]
         except KeyError:
-            if len(self._codes) >= _MOST_CODES:
-                self._codes.clear()
-            code = self._code(op, words[0](*words[1:])) | (_UNCHECKED if is_unchecked else 0)
-            self._codes[op, words, is_unchecked] = code
+            code = self._code((op, words, is_unchecked))
         entries = self._entries
         entry = code + self._base + sequence
         place = (self._offset + sequence) % _ENTRIES
@@ -141,16 +145,23 @@ class Signer:
         """This call is not made: who corrects its own must not meet it."""
         self._entries[self._own + (self._offset + sequence) % _ENTRIES] = _NONE
 
-    def _code(self, op: str, details: str) -> int:
+    def _code(self, call: Call) -> int:
         """Code of a call, in its place in an entry; others find its text from now on."""
-        call = f"{op} {'' if op in OWN_DETAILS else comparable(details)}".strip().encode(errors="replace")
-        if len(call) >= _TEXT_BYTES:
-            call = call[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(call)
-        text = call.ljust(_TEXT_BYTES, b"\0")
-        code = zlib.crc32(text) % _CODES
-        at = _text_at(self._own, code)
+        op, words, is_unchecked = call
+        details = "" if op in OWN_DETAILS else comparable(words[0](*words[1:]))
+        line = f"{op} {details}".strip().encode(errors="replace")
+        if len(line) >= _TEXT_BYTES:
+            line = line[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(line)
+        text = line.ljust(_TEXT_BYTES, b"\0")
+        number = zlib.crc32(text) % _CODES
+        if len(self._codes) >= _MOST_CODES:
+            self._codes.clear()
+        at = _text_at(self._own, number)
+        self._codes.pop(self._written.get(at, call), None)  # a text that is written over is written again when called
         self._texts[at : at + _TEXT_BYTES] = text
-        return code << _KEY_BITS
+        self._written[at] = call
+        code = self._codes[call] = number << _KEY_BITS | (_UNCHECKED if is_unchecked else 0)
+        return code
 
     def _text(self, first: int, entry: int) -> str:
         """The call of this entry of the rank whose entries begin there, if it has written no other text over it."""
@@ -185,4 +196,4 @@ def _is_misfit(entry: int, other: int) -> bool:
 
 
 def _text_at(first: int, code: int) -> int:
-    return (first + code % _ENTRIES) * _TEXT_BYTES
+    return (first // _ENTRIES * _TEXTS + code % _TEXTS) * _TEXT_BYTES

@@ -107,6 +107,16 @@ def test_refused_calls_are_not_in_the_way() -> None:
         sign(rank, 1, "x 2")
 
 
+def test_texts_that_lie_at_one_place_are_told_right() -> None:
+    """Each is written again when its call comes again."""
+    first, second = signers(2)
+    texts = [f"x {number}" for number in range(700)]
+    for sequence, text in enumerate([*texts, *texts[:200]], 1):
+        sign(first, sequence, text)
+        with pytest.raises(CollectiveMismatch, match=f"rank 0 has called all_reduce {text}[.]"):
+            sign(second, sequence, "another")
+
+
 def test_long_texts_differ_by_their_end() -> None:
     first, second = signers(2)
     sign(first, 1, "x" * 500 + "a")
