@@ -278,8 +278,13 @@ class GradientAverager:
 
     def _collect(self) -> list[Any]:
         """Copy the results out, and be ready for the next step."""
-        for index, array in enumerate(self._arrays):
-            self._replace(index, array)
+        try:
+            for index, array in enumerate(self._arrays):
+                self._replace(index, array)
+        except MpdistError:  # there is nowhere to put them
+            self._forget_step()
+            self._ending = None
+            raise
         results = [
             self._leave(x, buffer, place)
             for x, buffer, place in zip(self._arrays, self._buffers, self._places, strict=True)

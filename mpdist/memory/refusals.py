@@ -138,6 +138,13 @@ def _nested() -> UnsupportedBuffer:
     )
 
 
+def lazy() -> UnsupportedBuffer:
+    """A parameter of a lazy module that has not seen a batch."""
+    return UnsupportedBuffer(
+        "got a lazy torch parameter, which has no shape yet; needed one with memory. Call the module on a batch first"
+    )
+
+
 def buffer_format(x: object, text: str) -> UnsupportedBuffer:
     """A buffer whose elements have no known type."""
     return element_type(named(x), f"{text!r} (buffer format)", "Use memoryview(x).cast('B') for its bytes")

@@ -82,6 +82,10 @@ def _from_torch(x: Any) -> Buffer:
             raise refusals.torch_tensor(x)
         count = x.numel()
         address = x.data_ptr()
+    except UnsupportedBuffer:  # a ValueError, too
+        raise
+    except ValueError as error:
+        raise refusals.lazy() from error
     except RuntimeError as error:
         raise refusals.torch_tensor(x) from error
     if not address and count:

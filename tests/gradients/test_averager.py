@@ -508,6 +508,21 @@ async def test_a_tensor_may_get_other_memory_between_steps(comm: Communicator, i
         averager.ready(0)
 
 
+async def test_an_array_that_changes_while_its_step_is_under_way_ends_it(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(1000)
+    averager = GradientAverager(comm, [tensor])
+    await averager
+    averager.ready(0)
+    tensor.data = tensor.data.double()
+    with pytest.raises(SizeMismatch, match=r"array 0 is float64 .*it was float32"):
+        await averager
+    tensor.data = torch.full((1000,), float(comm.rank))
+    averager.ready(0)
+    await averager
+    assert tensor.tolist() == [(comm.size - 1) / 2] * 1000
+
+
 async def test_an_array_that_could_not_be_copied_is_copied_by_the_next_try(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

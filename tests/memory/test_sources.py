@@ -148,6 +148,7 @@ def torch_refusals() -> dict[str, tuple[Callable[[Any], Any], str]]:
         "float8": (lambda torch: torch.ones(3).to(torch.float8_e4m3fn), r"torch\.float8_e4m3fn"),
         "quantized": (lambda torch: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), r"torch\.qint8"),
         "freed": (freed_tensor, r"without memory"),
+        "lazy": (lambda torch: torch.nn.UninitializedParameter(), r"on a batch first"),
         "fake": (fake_tensor, r"unwrap"),
     }
 
