@@ -51,7 +51,7 @@ class Reductions(Arrays):
                 it. A function of two arrays is applied in rank order.
             out: as large as `x`, of its type; `x` itself for in place.
             deterministic: fold in the order of ranks, so that neither timing nor the choice of an algorithm
-                shows in the bits of the result.
+                shows in the bits of the result, but for those of NaN; the same on all ranks.
 
         Returns:
             A Work of the array that has the result.
@@ -119,11 +119,8 @@ class Reductions(Arrays):
         source = host_buffer(x)
         how = self._reduction(op, source)
         target = self._output(source, out, source.shape) if self.rank == dst else None
-        element, nbytes, name = (
-            source.element,
-            source.nbytes,
-            name_of(op, deterministic),
-        )  # the function itself may hold much
+        name = name_of(op, deterministic)  # the function itself may hold much
+        element, nbytes = source.element, source.nbytes
         details = partial(op_to_text, element, nbytes, name, dst)
         if isinstance(how, Reduction):
             is_large = nbytes >= self._large_from["reduce"]
