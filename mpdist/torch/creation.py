@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import mpdist
@@ -20,6 +21,8 @@ from mpdist.torch.registration import NAME
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from mpdist import Communicator
     from mpdist.progress.engine import Engine
 
@@ -32,13 +35,16 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """A group of these ranks; collective over its members.
 
     Raises:
-        WrongCall: torch was given another rank or number of ranks than MPI has, or several backends for the group.
+        WrongCall: torch was given another rank or number of ranks than MPI has, or several backends for the group; or
+            the default group, of another backend, numbers the ranks otherwise than MPI.
     """
     check_backends(_backends_of_caller())
     world = mpdist.init()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         _check_place(world, options.group_rank, options.group_size)
+    elif not isinstance(dist.group.WORLD, ProcessGroup):  # whose ranks were compared with MPI's
+        _check_numbering(world, options.store, ranks)
     try:
         comm = finish(world.subgroup(ranks) if ranks else world.dup())
     except mpdist.MpdistError as error:
@@ -90,6 +96,20 @@ def _check_place(world: Communicator, rank: int, size: int) -> None:
             f"{world.rank} of {world.size}: both must agree. Start the script by `mpirun -n {size}` or "
             f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
         )
+
+
+def _check_numbering(world: Communicator, store: Store, ranks: Sequence[int]) -> None:
+    """Of all members each one's ranks are compared, by all: else those whose ranks agree would wait for the others."""
+    size = dist.get_world_size()
+    store.set(f"rank of MPI/{dist.get_rank()}", f"{world.rank} of {world.size}")
+    for rank in ranks:
+        place = store.get(f"rank of MPI/{rank}").decode()
+        if place != f"{rank} of {size}":
+            raise WrongCall(
+                f'new_group(backend="{NAME}"): rank {rank} of {size} of the default group, of {dist.get_backend()}, is '
+                f"rank {place} of MPI; all must be numbered alike. Start the script by `mpirun -n {size}` or "
+                f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
+            )
 
 
 def check_backends(backends: Mapping[str, str]) -> None:

@@ -143,6 +143,24 @@ def test_gloo_starts_under_mpi_without_variables(nothing: mpdist.Communicator, m
     assert x.tolist() == [nothing.size] * 2
 
 
+def test_ranks_that_another_backend_numbers_otherwise_are_refused(nothing: mpdist.Communicator) -> None:
+    rank, size = nothing.rank, nothing.size
+    if size == 1:
+        pytest.skip("one rank has one number")
+    dist.init_process_group("gloo", store=MpiStore("gloo"), rank=(rank + 1) % size, world_size=size)
+    with pytest.raises(ValueError, match=rf"rank 0 of {size} of .* of gloo, is rank {size - 1} of {size} of MPI"):
+        dist.new_group(backend="mpdist")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=MpiStore("gloo again"), rank=rank, world_size=size)
+    ranks = list(range(1, size))
+    part = dist.new_group(ranks, backend="mpdist")
+    if rank in ranks:
+        x = torch.full((1,), float(rank))
+        dist.broadcast(x, 1, group=part)
+        assert x.item() == 1
+    dist.barrier()  # gloo still connects on other ranks
+
+
 def test_starts_inside_a_running_event_loop(nothing: mpdist.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_environment(monkeypatch)
 
