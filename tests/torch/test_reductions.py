@@ -156,6 +156,24 @@ def test_sparse_tensors_are_summed(group: dist.ProcessGroup) -> None:
     assert torch.equal(x.to_dense(), sparse(0).to_dense())
 
 
+@pytest.mark.parametrize("what", ["sizes", "sparse_dim"])
+def test_sparse_tensors_of_different_shapes_are_refused_on_all_ranks(group: dist.ProcessGroup, what: str) -> None:
+    is_last = group.rank() == group.size() - 1
+    if what == "sizes":
+        x = torch.eye(1003 if is_last else 3).to_sparse()
+        first, last = r"\(3, 3\), sparse_dim 2", r"\(1003, 1003\), sparse_dim 2"
+    else:
+        x = torch.ones(3, 2).to_sparse(2 if is_last else 1)
+        first, last = r"\(3, 2\), sparse_dim 1", r"\(3, 2\), sparse_dim 2"
+    if group.size() == 1:
+        pytest.skip("one rank has one shape")
+    with pytest.raises(RuntimeError, match=f" 0.*: shape {first}.* {group.size() - 1}: shape {last}"):
+        dist.all_reduce(x)
+    y = torch.ones(1)
+    dist.all_reduce(y)
+    assert y.item() == group.size()
+
+
 @pytest.mark.skipif(not hears_of_invariants, reason=f"torch {torch.__version__} warns whatever it is told")
 def test_sparse_sums_come_without_torchs_warning(group: dist.ProcessGroup) -> None:
     x = torch.eye(3).to_sparse()
