@@ -104,7 +104,7 @@ class Progress:
             driver = None
         else:
             driver.is_lent = True
-            self._active = driver.next_one()
+            before, self._active = self._active, driver.next_one()
             self._active.wake()
         try:
             yield
@@ -112,7 +112,7 @@ class Progress:
             if driver is not None:
                 driver.is_lent = False
                 driver.next_one().rest()
-                self._active = driver
+                self._active = before
             if was_waiting:
                 self.waiting.add(thread)
 

@@ -225,10 +225,13 @@ class Work(TorchWork):
             error = translated(self._posted._seen_error())
         if error is not None:
             # The thread that tells of a timeout must not wait for what a callback may wait for.
-            self._waiter.progress.later(lambda: future.set_exception(error))
-            return
+            self._waiter.progress.later(lambda: self._call_back(future.set_exception, error))
+        else:
+            self._call_back(future.set_result, list(self._outputs))
+
+    def _call_back(self, give: Callable[[Any], None], result: Any) -> None:
         with self._waiter.progress.lent():
-            future.set_result(list(self._outputs))
+            give(result)
 
 
 class Done(TorchWork):

@@ -282,6 +282,24 @@ def test_a_failed_future_tells_its_callbacks(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(brief)
 
 
+def test_a_callback_of_a_failed_future_may_wait_for_another_work(group: dist.ProcessGroup) -> None:
+    def go_on(failed: torch.futures.Future[list[torch.Tensor]]) -> float:
+        with pytest.raises(RuntimeError, match=" Timed out "):
+            failed.value()
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        return float(future.then(lambda done: done.value()[0]).wait())  # of which Python knows nothing
+
+    work: Any = dist.irecv(torch.zeros(1), group.rank(), tag=98)
+    future = work.get_future().then(go_on)
+    with pytest.raises(OperationTimeout):
+        work.wait(timedelta(milliseconds=50))
+    deadline = time.monotonic() + 20
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert future.done()
+    assert future.value() == group.size()
+
+
 def test_what_a_given_up_collective_sent_meets_no_later_group(group: dist.ProcessGroup) -> None:
     for _ in range(4):
         brief = dist.new_group(timeout=timedelta(milliseconds=200))
