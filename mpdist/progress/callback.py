@@ -1,7 +1,8 @@
 """Callbacks of finished Works: one that raises is reported, and disturbs nobody.
 
 It runs on whatever thread noticed the end, inside somebody else's await or
-`wait()`, who must not get its error.
+`wait()`, who must not get its error. What a signal's handler raises meanwhile is
+not its own: whoever waits gets that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpdist.progress.interruption import is_of_handler
 from mpdist.progress.thread import is_progress_thread
 
 if TYPE_CHECKING:
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 def call_back(fn: Callable[[Work[Any]], object], work: Work[Any]) -> None:
     """Call `fn(work)`, and report what it raises as asyncio does for its own callbacks.
 
-    SystemExit and KeyboardInterrupt pass, as they do in asyncio; not on the progress thread, which they would end.
+    SystemExit and KeyboardInterrupt pass, as they do in asyncio, and what a signal's handler has raised; not on the
+    progress thread, which they would end.
     """
     try:
         fn(work)
     except BaseException as error:
-        if isinstance(error, SystemExit | KeyboardInterrupt) and not is_progress_thread():
+        if (isinstance(error, SystemExit) or is_of_handler(error)) and not is_progress_thread():
             raise
         _report(f"mpdist: callback {fn!r} of {work.describe()} raised", error)
 

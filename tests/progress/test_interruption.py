@@ -79,6 +79,20 @@ def test_an_interrupted_wait_may_be_repeated(comm: Communicator, interruption: t
     assert work.wait() == "result"
 
 
+def test_an_interruption_of_a_callback_reaches_whoever_waits(
+    comm: Communicator, interruption: type[BaseException]
+) -> None:
+    work = one_request(comm, 0)
+    called: list[mpdist.Work[str]] = []
+    work.add_done_callback(lambda _: signal.raise_signal(signal.SIGUSR2))
+    work.add_done_callback(called.append)
+    with pytest.raises(interruption, match="on purpose"):
+        work.wait()
+    assert work.wait() == "result"
+    comm._channel.engine.look()
+    assert called == [work]
+
+
 @posts
 def test_an_interrupted_await_may_be_repeated(
     comm: Communicator, interruption: type[BaseException], post: Post
