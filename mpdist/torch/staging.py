@@ -137,7 +137,13 @@ def write(target: Tensor, source: Tensor) -> None:
 
 
 def one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that fill contiguous memory in this order, as one flat tensor; None if they do not."""
+    """Tensors that fill contiguous memory in this order, as one flat tensor; None if they do not.
+
+    Raises:
+        WrongCall: there are none.
+    """
+    if not tensors:
+        raise WrongCall("got an empty list of tensors; needed one at least")
     first = tensors[0]
     if first.requires_grad or not all(is_plain(tensor) for tensor in tensors):
         return None

@@ -201,6 +201,13 @@ def test_what_has_no_meaning_is_refused(group: dist.ProcessGroup) -> None:
             dist.all_reduce(torch.eye(2).to_sparse(), op)
     with pytest.raises(RuntimeError, match="float8"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+    for empty in (
+        lambda: group.allreduce_coalesced([]),
+        lambda: group.allgather_coalesced([[]] * group.size(), []),
+        lambda: group.all_gather_single_coalesced([], []),
+    ):
+        with pytest.raises(ValueError, match="empty list"):
+            empty()
     # Nothing was sent: the next one pairs up.
     x = torch.ones(1)
     dist.all_reduce(x)
