@@ -12,9 +12,11 @@ from mpdist.torch import sparse, uneven
 from mpdist.torch.devices import is_served
 from mpdist.torch.errors import WrongCall
 from mpdist.torch.group import Group
+from mpdist.torch.halves import held
 from mpdist.torch.options import is_async, only, only_list, root_of
 from mpdist.torch.reductions import Reduction, name_of, reduce_op, reduction_of
 from mpdist.torch.staging import Finish, as_bytes, check_output, is_known, joined, readable, room_for, writable
+from mpdist.torch.work import Several, Work
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 Tensors = Sequence[Tensor]
 
 _STRIDED = torch.strided
+
+_Several = held(Several)
 
 
 class Collectives(Group):
@@ -187,10 +191,14 @@ class Collectives(Group):
         return uneven.all_to_all(self, received, sent, opts, outputs, inputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
-        """Done when all ranks have called it; unless `async_op`, with what this one has posted before."""
-        if self._channel.collectives and not is_async(opts):
+        """Done when all ranks have called it, and what this one has posted before is done."""
+        if not self._channel.collectives:
+            return self._hand(self._comm.barrier(), opts)
+        if not is_async(opts):
             self._wait_for_pending_works()
-        return self._hand(self._comm.barrier(), opts)
+            return self._hand(self._comm.barrier(), opts)
+        earlier = [Work(self._waiter, posted, ()) for posted in list(self._channel.collectives)]
+        return _Several([*earlier, self._hand(self._comm.barrier(), opts)])
 
 
 def _scatter_reduction(opts: Any, out: Tensor, inputs: Tensors) -> Reduction:

@@ -294,6 +294,11 @@ class Several(TorchWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return all(work.wait(timeout) for work in self._works)
 
+    def __await__(self) -> Generator[Any, None, list[Tensor]]:
+        for work in self._works:
+            yield from work.__await__()  # type: ignore[attr-defined]  # ours
+        return self._outputs
+
     def synchronize(self) -> None:
         self.wait()
 

@@ -328,11 +328,21 @@ def test_a_second_wait_after_a_timeout_raises_what_programs_catch(group: dist.Pr
     dist.barrier()
 
 
-def test_what_a_barrier_follows_is_over(group: dist.ProcessGroup) -> None:
-    for _ in range(3):
-        tensors = [torch.ones(200_000) for _ in range(8)]
+@pytest.mark.parametrize("how", ["sync", "wait", "await", "future"])
+def test_what_a_barrier_follows_is_over(group: dist.ProcessGroup, how: str) -> None:
+    async def wait_for(barrier: Any) -> None:
+        await barrier
+
+    for count in 3 * [2**16, 200_000]:  # one call of MPI, and several steps
+        tensors = [torch.ones(count) for _ in range(8)]
         works = [dist.all_reduce(x, async_op=True) for x in tensors]
-        dist.barrier()
+        barrier: Any = dist.barrier(async_op=how != "sync")
+        if how == "wait":
+            barrier.wait()
+        elif how == "await":
+            asyncio.run(wait_for(barrier))
+        elif how == "future":
+            assert barrier.get_future().wait() == []
         assert all((x == group.size()).all() for x in tensors)
         for work in works:
             work.wait()
