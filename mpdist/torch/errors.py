@@ -33,9 +33,12 @@ class WrongCall(UsageError, RuntimeError):
     """The call is wrong; nothing was sent."""
 
 
+TRANSLATED = (OperationTimeout, OperationFailed, WrongCall)
+
+
 def translated(error: BaseException) -> BaseException:
     """The error to raise for one of mpdist's."""
-    if isinstance(error, OperationTimeout | OperationFailed | WrongCall):
+    if isinstance(error, TRANSLATED):
         return error
     if isinstance(error, WorkTimeout):
         new: Exception = OperationTimeout(f"mpdist: Timed out : {error}", error.work, error.waiting_for)
@@ -49,7 +52,7 @@ def translated(error: BaseException) -> BaseException:
         new = OperationFailed(str(error))
     else:
         return error
-    new.__cause__ = error.__cause__ or error
+    new.__cause__ = error
     return new
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpdist.errors import MpdistError
 from mpdist.torch.coalesced import Coalesced
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.errors import translated
+from mpdist.torch.errors import TRANSLATED, translated
 from mpdist.torch.names import with_all_names
 from mpdist.torch.point_to_point import PointToPoint
 
@@ -21,8 +21,10 @@ def _with_torch_errors(operation: Callable[..., Any]) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return operation(*args, **kwargs)
+        except TRANSLATED:
+            raise
         except MpdistError as error:
-            raise translated(error) from error.__cause__
+            raise translated(error) from error
 
     return leave_alone(called)
 

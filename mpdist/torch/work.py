@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
 
+from mpdist.errors import MpdistError
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
@@ -131,8 +132,8 @@ class Work(TorchWork):
     def __await__(self) -> Generator[Any, None, list[Tensor]]:
         try:
             yield from self._posted.__await__()
-        except Exception as error:
-            raise translated(error) from error.__cause__
+        except MpdistError as error:
+            raise translated(error) from error
         self._finish_once()
         return list(self._outputs)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mpdist import UsageError, WorkTimeout
 from mpdist.torch.errors import OperationTimeout
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
@@ -269,6 +270,20 @@ def test_a_late_rank_is_named_and_the_group_refuses_further_use(group: dist.Proc
         assert "all_reduce" in str(caught_again.value)
     dist.barrier()
     dist.destroy_process_group(brief)
+
+
+def test_what_torchs_users_catch_is_caused_by_mpdists_own_error(group: dist.ProcessGroup) -> None:
+    with pytest.raises(RuntimeError, match="complex") as caught:
+        group.allreduce([torch.ones(2, dtype=torch.complex64)], dist.ReduceOp.MAX)
+    assert isinstance(caught.value.__cause__, UsageError)
+
+    async def wait_for(work: Any) -> None:
+        work._posted.within(0.05)
+        await work
+
+    with pytest.raises(RuntimeError, match=" Timed out ") as caught:
+        asyncio.run(wait_for(dist.irecv(torch.zeros(1), group.rank(), tag=97)))
+    assert type(caught.value.__cause__) is WorkTimeout
 
 
 def test_a_failed_future_tells_its_callbacks(group: dist.ProcessGroup) -> None:
