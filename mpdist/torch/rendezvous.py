@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
+
+from torch._C._distributed_c10d import PrefixStore
 
 import mpdist
 from mpdist.torch.callers import variable_of_caller
@@ -37,7 +40,15 @@ def over_mpi(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Found:
     world = mpdist.init()
     query = {name: int(values[0]) for name, values in parse_qs(urlsplit(url).query).items()}
     _check(world.rank, world.size, query.get("rank", -1), query.get("world_size", -1), "init_process_group was given")
-    yield MpiStore(f"meeting{next(_meetings)}", timeout), world.rank, world.size
+    store = _store()
+    store.set_timeout(timeout)
+    yield PrefixStore(f"{next(_meetings)}", store), world.rank, world.size
+
+
+@functools.cache
+def _store() -> MpiStore:
+    """Of all meetings: a store lives as long as the process."""
+    return MpiStore("meeting")
 
 
 def by_environment(url: str, stock: Callable[..., Found], **options: Any) -> Found:

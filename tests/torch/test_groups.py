@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpdist
+import mpdist.torch.store as stores
 from mpdist.torch import MpiStore, setup_env
 from mpdist.torch.creation import check_backends
 
@@ -60,6 +61,15 @@ def test_starts_without_variables_and_again(nothing: mpdist.Communicator, monkey
         del part
     assert int(os.environ["RANK"]) == nothing.rank
     assert int(os.environ["LOCAL_WORLD_SIZE"]) == nothing.size
+
+
+def test_default_groups_that_come_and_go_keep_no_store(nothing: mpdist.Communicator) -> None:
+    alive = []
+    for _ in range(3):
+        dist.init_process_group("mpdist")
+        alive.append(len(stores._alive))
+        dist.destroy_process_group()
+    assert alive[2] == alive[0]
 
 
 def test_groups_that_come_and_go_keep_no_shared_memory(nothing: mpdist.Communicator) -> None:
