@@ -33,12 +33,9 @@ class WrongCall(UsageError, RuntimeError):
     """The call is wrong; nothing was sent."""
 
 
-TRANSLATED = (OperationTimeout, OperationFailed, WrongCall)
-
-
 def translated(error: BaseException) -> BaseException:
     """The error to raise for one of mpdist's."""
-    if isinstance(error, TRANSLATED):
+    if isinstance(error, OperationTimeout | OperationFailed | WrongCall):
         return error
     if isinstance(error, WorkTimeout):
         new: Exception = OperationTimeout(f"mpdist: Timed out : {error}", error.work, error.waiting_for)

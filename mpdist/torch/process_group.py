@@ -8,9 +8,10 @@ from typing import Any
 from mpdist.errors import MpdistError
 from mpdist.torch.coalesced import Coalesced
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.errors import TRANSLATED, translated
+from mpdist.torch.errors import OperationFailed, OperationTimeout, WrongCall, translated
 from mpdist.torch.names import with_all_names
 from mpdist.torch.point_to_point import PointToPoint
+from mpdist.torch.unwaited import waited_for
 
 
 class ProcessGroup(Coalesced, PointToPoint):
@@ -21,10 +22,15 @@ def _with_torch_errors(operation: Callable[..., Any]) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return operation(*args, **kwargs)
-        except TRANSLATED:
+        except (OperationTimeout, OperationFailed):
             raise
-        except MpdistError as error:
-            raise translated(error) from error
+        except (MpdistError, RuntimeError) as error:
+            plain = waited_for(args)
+            if plain is None:
+                if isinstance(error, WrongCall) or not isinstance(error, MpdistError):
+                    raise
+                raise translated(error) from error
+        return called(*plain, **kwargs)
 
     return leave_alone(called)
 

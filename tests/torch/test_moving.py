@@ -238,6 +238,33 @@ def test_functional_collectives_waited_for_after_many_others(group: dist.Process
     assert [each.max().item() for each in early] == [size] * 3
 
 
+def test_what_functional_collectives_give_may_be_communicated_before_it_is_waited_for(
+    group: dist.ProcessGroup,
+) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    size, rank = group.size(), group.rank()
+
+    def summed() -> torch.Tensor:
+        return functional.all_reduce(torch.ones(size, 2), "sum", group)
+
+    x = summed()
+    assert isinstance(x, functional.AsyncCollectiveTensor)
+    dist.all_reduce(x)
+    assert x.tolist() == [[size**2] * 2] * size
+    outs = [torch.zeros(size, 2) for _ in range(size)]
+    dist.all_gather(outs, summed())
+    assert torch.stack(outs).unique().tolist() == [size]
+    dist.reduce_scatter(outs[0], [summed() for _ in range(size)])
+    assert outs[0].unique().tolist() == [size**2]
+    y = summed()
+    works = [dist.isend(summed(), rank), dist.irecv(y, rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert y.unique().tolist() == [size]
+
+
 def test_gradients_flow_through_collectives(group: dist.ProcessGroup) -> None:
     from torch.distributed.nn import functional
 
