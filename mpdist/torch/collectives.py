@@ -172,7 +172,7 @@ class Collectives(Group):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> TorchWork:
-        """Send slices of the input along axis 0 to all ranks; evenly where no sizes are given, on any rank."""
+        """Send slices of the input along axis 0 to all ranks; all ranks give sizes, or none does and they are even."""
         if output_split_sizes or input_split_sizes:
             check_output(output)  # whole: slices of one element overlap only each other
             received = uneven.slices(output, output_split_sizes, self._size, "output")
