@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     if not ranks:
         _check_place(world, options.group_rank, options.group_size)
     elif not isinstance(dist.group.WORLD, ProcessGroup):  # whose ranks were compared with MPI's
-        _check_numbering(world, options.store, ranks)
+        _check_numbering(world, options.store, len(ranks))
     try:
         comm = finish(world.subgroup(ranks) if ranks else world.dup())
     except mpdist.MpdistError as error:
@@ -98,18 +98,21 @@ def _check_place(world: Communicator, rank: int, size: int) -> None:
         )
 
 
-def _check_numbering(world: Communicator, store: Store, ranks: Sequence[int]) -> None:
-    """Of all members each one's ranks are compared, by all: else those whose ranks agree would wait for the others."""
-    size = dist.get_world_size()
-    store.set(f"rank of MPI/{dist.get_rank()}", f"{world.rank} of {world.size}")
-    for rank in ranks:
-        place = store.get(f"rank of MPI/{rank}").decode()
-        if place != f"{rank} of {size}":
-            raise WrongCall(
-                f'new_group(backend="{NAME}"): rank {rank} of {size} of the default group, of {dist.get_backend()}, is '
-                f"rank {place} of MPI; all must be numbered alike. Start the script by `mpirun -n {size}` or "
-                f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
-            )
+def _check_numbering(world: Communicator, store: Store, members: int) -> None:
+    """Each compares its own ranks, and all hear of a difference: else those whose ranks agree would wait for others."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (world.rank, world.size):
+        text = (
+            f"rank {rank} of {size} of the default group, of {dist.get_backend()}, is rank {world.rank} of "
+            f"{world.size} of MPI; all must be numbered alike. Start the script by `mpirun -n {size}` or "
+            f"`mpdist run -n {size}`, and leave rank, world_size, RANK and WORLD_SIZE to it"
+        )
+        store.set("numbered otherwise", text)
+    if store.add("compared", 1) == members:
+        store.set("all compared", "")
+    store.get("all compared")
+    if store.check(["numbered otherwise"]):
+        raise WrongCall(f'new_group(backend="{NAME}"): {store.get("numbered otherwise").decode()}')
 
 
 def check_backends(backends: Mapping[str, str]) -> None:
