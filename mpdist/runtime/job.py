@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import inspect
 import os
 import sys
@@ -11,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.algorithms.choose import Thresholds, read_thresholds
@@ -32,6 +34,7 @@ from mpdist.runtime.control import Control
 from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
 from mpdist.runtime.hooks import INTERRUPTED, Hooks
+from mpdist.runtime.outside import has_joined_threads
 from mpdist.runtime.signals import Signals, Terminated, end_with_launcher
 from mpdist.transport import neighbours
 from mpdist.transport.cuda_aware import Awareness
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Main = Callable[..., Coroutine[Any, Any, T]]
+
+# How often to look whether other threads have ended.
+LOOK_SECONDS = 0.01
 
 _job: Job | None = None
 _starting = threading.Lock()
@@ -193,6 +199,16 @@ class Job:
             if self.signals.reason:
                 self.signals.end()
             self.ender.end(f"the end of the job failed: {describe_error(error)}", 1)
+
+    def before_joins(self) -> None:
+        """The main thread has ended; Python waits for the others, and those may wait for ranks that wait for us."""
+        if self.is_closed or self.pid != os.getpid() or not exit_code(exits.status()):
+            return
+        end = monotonic() + FINALLY_SECONDS
+        while has_joined_threads():
+            if monotonic() > end:
+                self._end_if_failed()
+            sleep(LOOK_SECONDS)
 
     def _end_if_failed(self) -> None:
         if self.signals.reason:
@@ -355,11 +371,20 @@ def _guard(engine: Engine, world: Communicator, node: Transport, config: Config)
     control = Control(engine, own, config, lambda reason: job.on_stuck(reason))
     job = Job(engine, world, control, ender, hooks, signals, world.size > 1, os.getpid())
     if job.is_guarded:
+        _call_before_joins(job.before_joins)
         hooks.install()
         signals.install()
         exits.install()
         end_with_launcher()
     return job
+
+
+def _call_before_joins(fn: Callable[[], None]) -> None:
+    """Call it when the main thread has ended, before Python waits for other threads; atexit comes after."""
+    import concurrent.futures.thread  # noqa: F401  # it waits for its threads; what is registered last is called first
+
+    with contextlib.suppress(AttributeError, RuntimeError):  # private; or the main thread had ended before
+        threading._register_atexit(fn)  # type: ignore[attr-defined]
 
 
 def _failure(error: BaseException) -> tuple[str, int]:

@@ -59,6 +59,13 @@ def has_threads(*but: int) -> bool:
     return any(thread not in own and not _is_idle(frame) for thread, frame in sys._current_frames().items())
 
 
+def has_joined_threads() -> bool:
+    """Whether there are threads with something to do for whose end Python waits at its own."""
+    frames = sys._current_frames()
+    threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    return any(each.ident in frames and not _is_idle(frames[each.ident]) for each in threads)
+
+
 def _is_idle(frame: FrameType) -> bool:
     """Whether it is a thread of an executor that waits for something to do."""
     code = frame.f_code

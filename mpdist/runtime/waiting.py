@@ -31,6 +31,7 @@ from mpdist.runtime.watch import snapshot
 
 _WAIT = Engine.drive_while.__code__
 _DRAINING = (finish.drain.__code__, finish.agree.__code__)
+_JOIN = getattr(getattr(threading, "_shutdown", None), "__code__", None)  # private
 _PARK = f"{Ticking.park.__qualname__}.<locals>.wake"
 _FORGET = f"{Work.forget.__qualname__}.<locals>.<lambda>"
 
@@ -123,13 +124,13 @@ def awaited(engine: Engine) -> list[Work[Any]]:
 @uncollected
 def waits(engine: Engine) -> Waits:
     """For which operations this process waits, and what could end that."""
-    found = Waits()
     frames = sys._current_frames()
-    for thread, frame in frames.items():
-        waiter = _waiting_thread(frame)
-        if waiter is not None and _is_endless_in(thread, waiter.work):
-            found.surely.append(waiter)
+    seen = {thread: _waiting_thread(frame) for thread, frame in frames.items()}
+    waiters = {thread: waiter for thread, waiter in seen.items() if waiter is not None}
+    found = Waits([waiter for thread, waiter in waiters.items() if _is_endless_in(thread, waiter.work)])
     main = frames.get(_main_thread())
+    if _is_joining(main) and not has_threads(_main_thread(), *waiters):
+        found.together = list(waiters.values())
     if engine.awaited_in_cxx is not None and main is not None and main.f_code.co_filename.endswith(_BACKWARD):
         found.surely += [Waiter(work, _line_of_thread(main)) for work in engine.awaited_in_cxx()]
     loop = _running_loop(engine)
@@ -154,6 +155,11 @@ def _is_endless_in(thread: int, work: Work[Any]) -> bool:
     if isinstance(work, Collective):
         return True
     return thread == _main_thread() and not (_may_come_from_here(work) and has_threads(thread))
+
+
+def _is_joining(main: FrameType | None) -> bool:
+    """Whether the main thread has come to its end, and Python waits for the others."""
+    return any(frame.f_code is _JOIN for frame in outward(main))
 
 
 def _receive_of(work: Work[Any]) -> Receive | None:

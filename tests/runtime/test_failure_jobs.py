@@ -119,6 +119,14 @@ def test_finally_block_that_waits_for_a_waiting_rank_does_not_hold_the_end_up(ho
     assert "pending: recv from 0, tag 99" in ended.err
 
 
+def test_thread_that_waits_for_a_waiting_rank_does_not_hold_the_end_up() -> None:
+    """Python waits for it before it calls atexit handlers."""
+    ended = fail("bare", "pool", "recv", "plain")
+    assert ended.status == 3
+    assert "sys.exit(3)" in report(ended)
+    assert "pending: recv from 0, tag 9" in ended.err
+
+
 @pytest.mark.skipif(not IS_OPENMPI, reason="hydra kills all ranks as soon as one has closed its socket")
 def test_rank_that_has_closed_all_files_ends_the_job() -> None:
     """The launcher's and the warden's, too: MPI_Abort waits for an answer for ever."""

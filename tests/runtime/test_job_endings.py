@@ -49,6 +49,15 @@ def test_message_that_nobody_will_receive_ends_the_job() -> None:
     assert "(the end of its program, in the final drain)" in ended.err
 
 
+def test_message_that_a_thread_waits_for_in_vain_ends_the_job() -> None:
+    ended = run("bare", 2, ENDING, "lost_receive")
+    assert ended.status == 1
+    line = report(ended)
+    assert "rank 1 waits in recv from 0, tag 3 on 'world'" in line
+    assert "for rank 0, which has finished" in line
+    assert ended.seconds < START_SECONDS + PROMISED_SECONDS
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

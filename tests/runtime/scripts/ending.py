@@ -254,6 +254,17 @@ def lost_send():
         world.send(np.ones(LARGE), 0, tag=3)
 
 
+def lost_receive():
+    """The main thread has ended, and of two threads one waits in vain."""
+    world = mpdist.init()
+    if world.rank == 1:
+        for tag in (3, 4):
+            threading.Thread(target=lambda tag=tag: world.recv(src=0, tag=tag).wait()).start()
+    if world.rank == 0:
+        time.sleep(1.5)
+        world.send(np.ones(1), 1, tag=4)
+
+
 def crossed():
     """The end of a program that has sent with another tag than its peer waits for."""
     world = mpdist.init()

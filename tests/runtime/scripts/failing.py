@@ -7,6 +7,7 @@ STYLE is how the program is made: `run` (mpdist.run), `uvloop` (the same under u
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
@@ -57,6 +58,10 @@ def fail(how):
     if how == "thread":
         threading.Thread(target=fail, args=("exception",), name="loader").start()
         time.sleep(LONG_SECONDS)
+    if how == "pool":
+        receive = mpdist.init().recv(src=0, tag=9)
+        concurrent.futures.ThreadPoolExecutor(1).submit(receive.wait)
+        sys.exit(3)
     if how == "hidden":
         with contextlib.redirect_stderr(io.StringIO()):
             fail("thread")
