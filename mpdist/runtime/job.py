@@ -78,9 +78,18 @@ def finalize() -> None:
 
     The end of the program does the same.
     Messages that nobody has received are reported on stderr.
+
+    Raises:
+        UsageError: an event loop runs in this thread.
     """
-    if _job is not None and not _job.is_closed and _job.pid == os.getpid():
-        _job.finish()
+    if _job is None or _job.is_closed or _job.pid != os.getpid():
+        return
+    if asyncio._get_running_loop() is not None:
+        raise UsageError(
+            "finalize() was called in a running event loop, which would stand still: call it when that has ended, or "
+            "leave it to the end of the program"
+        )
+    _job.finish()
 
 
 def run(main: Main[T], *args: object) -> T:

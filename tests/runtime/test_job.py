@@ -42,11 +42,12 @@ def test_init_serves_code_without_a_loop() -> None:
         ("mpdist.run(main(None))", "write mpdist.run(main), not main()"),
         ("mpdist.run(print)", "takes a coroutine function"),
         ("mpdist.run(3)", "takes a coroutine function"),
-        ("asyncio.run(within())", "write `await main(mpdist.init())`"),
+        ("asyncio.run(within(mpdist.run, main))", "write `await main(mpdist.init())`"),
+        ("mpdist.init(); asyncio.run(within(mpdist.finalize))", "finalize() was called in a running event loop"),
     ],
 )
-def test_wrong_use_of_run_is_refused(call: str, words: str) -> None:
-    done = python(f"async def within(): mpdist.run(main)\n{call}")
+def test_wrong_use_of_run_and_finalize_is_refused(call: str, words: str) -> None:
+    done = python(f"async def within(call, *args): call(*args)\n{call}")
     assert done.returncode == 1
     assert words in done.stderr
     assert "never awaited" not in done.stderr
