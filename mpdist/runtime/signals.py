@@ -68,15 +68,17 @@ class Signals:
             threading.Thread(target=self._limit, args=(pipes,), name="mpdist-signals", daemon=True).start()
 
     def rearm(self) -> None:
-        """Watch SIGINT again: asyncio has set its own handler."""
-        if signal.SIGINT in self._watched and threading.current_thread() is threading.main_thread():
+        """Watch SIGINT again where asyncio has set its own handler, or taken it away; one of the program's stays."""
+        if signal.SIGINT not in self._watched or threading.current_thread() is not threading.main_thread():
+            return
+        if _interrupts(signal.getsignal(signal.SIGINT)):
             self._register(signal.SIGINT)
 
     def remove(self) -> None:
         """Put back what was there before."""
         self._crash.remove()
         for number, (_, write) in self._watched.items():
-            faulthandler.unregister(number)  # first: it puts Python's own handler back
+            _unregister(number)  # first: nothing is to write there any more
             os.close(write)  # ends the thread
         self._watched.clear()
         with contextlib.suppress(ValueError):  # not the main thread: then ours does nothing any more
@@ -121,6 +123,21 @@ class Signals:
             self._ender.end(f"{name}, and it has not ended within {FINALLY_SECONDS:g} s", code, _print_main_stack)
         for read in pipes:
             os.close(read)
+
+
+def _interrupts(handler: object) -> bool:
+    """Whether it is Python's own, or the one that asyncio.Runner puts in its place."""
+    name = getattr(getattr(handler, "func", None), "__qualname__", "")  # of a functools.partial
+    return handler is signal.default_int_handler or name == "Runner._on_sigint"
+
+
+def _unregister(number: int) -> None:
+    """faulthandler puts back what was there when it began; what the program has set since stays, instead."""
+    now = signal.getsignal(number)
+    faulthandler.unregister(number)
+    if now in (signal.SIG_IGN, signal.SIG_DFL):
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(number, now)
 
 
 @uncollected
