@@ -117,6 +117,17 @@ def words() -> str:
     return "" if left is None else f"{left.name}({left.code!r})"
 
 
+def uncaught() -> BaseException | None:
+    """The exception that has left the program, whatever hook has been told of it."""
+    error = getattr(sys, "last_value", None)  # also after one in a console, or in a callback of C code
+    trace = getattr(error, "__traceback__", None)
+    if trace is None or not _was_left_behind(trace):
+        return None
+    code = trace.tb_frame.f_code
+    is_programs = code.co_name == "<module>" and code.co_filename != "<console>"
+    return error if is_programs or code.co_name == "_run_module_as_main" else None
+
+
 def _ending() -> Left | None:
     if _left is not None:
         return _left

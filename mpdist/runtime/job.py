@@ -211,7 +211,7 @@ class Job:
 
     def before_joins(self) -> None:
         """The main thread has ended; Python waits for the others, and those may wait for ranks that wait for us."""
-        if self.is_closed or self.pid != os.getpid() or not exit_code(exits.status()):
+        if self.is_closed or self.pid != os.getpid() or self._why_it_failed() is None:
             return
         end = monotonic() + FINALLY_SECONDS
         while has_joined_threads():
@@ -222,9 +222,20 @@ class Job:
     def _end_if_failed(self) -> None:
         if self.signals.reason:
             self.signals.end()
-        code = exits.status()
-        if exit_code(code):
-            self.ender.end(exits.words(), exit_code(code))
+        failure = self._why_it_failed()
+        if failure is not None:
+            self.ender.end(*failure, patient=failure[1] == INTERRUPTED)
+
+    def _why_it_failed(self) -> tuple[str, int] | None:
+        """Reason and status, if the program has ended so."""
+        status = exit_code(exits.status())
+        if status:
+            return exits.words(), status
+        error = exits.uncaught()  # a hook of the program's own, in the place of ours, has been told of it
+        if error is None:
+            return None
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        return ("KeyboardInterrupt (SIGINT)", INTERRUPTED) if is_interrupt else (describe_error(error), 1)
 
     def on_stuck(self, reason: str) -> None:
         """Some rank waits for ranks that have finished."""

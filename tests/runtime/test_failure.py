@@ -167,6 +167,37 @@ def test_exit_status_is_known_before_the_end(end: str) -> None:
     assert done.stdout == f"{EXITS[end]}\n", done.stderr
 
 
+UNCAUGHT = """
+import atexit, code, sys
+from mpdist.runtime import exits
+sys.excepthook = lambda *_: print("hook")
+atexit.register(lambda: print(repr(exits.uncaught())))
+def console():
+    code.InteractiveInterpreter().runsource("1 / 0")
+def caught():
+    try: boom()
+    except ValueError as error: sys.last_value = error
+def boom():
+    raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "out"),
+    [
+        ("boom()", "hook\nValueError('boom')\n"),
+        ("pass", "None\n"),
+        ("console()", "hook\nNone\n"),
+        ("caught()", "None\n"),
+        ("caught(); boom()", "hook\nValueError('boom')\n"),
+    ],
+)
+def test_exception_that_has_left_the_program_is_known_before_the_end(end: str, out: str) -> None:
+    command = [sys.executable, "-c", UNCAUGHT + end]
+    done = subprocess.run(command, capture_output=True, text=True, env=job_environ(), check=False)
+    assert done.stdout == out, done.stderr
+
+
 def test_sys_exit_is_put_back() -> None:
     text = "import sys; before = sys.exit; exits.install(); exits.install(); exits.remove(); print(sys.exit is before)"
     command = [sys.executable, "-c", f"from mpdist.runtime import exits; {text}"]

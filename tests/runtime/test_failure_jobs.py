@@ -16,6 +16,7 @@ pytestmark = pytest.mark.job
 # how rank 1 fails -> (status of the job, reason on stderr)
 WAYS = {
     "exception": (1, "ValueError: boom"),
+    "hook": (1, "ValueError: boom"),
     "memory": (1, "MemoryError"),
     "thread": (1, "ValueError: boom (in thread 'loader')"),
     "hidden": (1, "ValueError: boom (in thread 'loader')"),
@@ -37,6 +38,7 @@ WAITING = ("recv", "barrier", "all_reduce")
 
 ALWAYS = [
     ("bare", "exception", "recv", "run"),
+    ("bare", "hook", "all_reduce", "run"),
     ("bare", "memory", "barrier", "plain"),
     ("bare", "exception", "idle", "uvloop"),
     ("bare", "thread", "recv", "plain"),

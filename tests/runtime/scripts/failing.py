@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 import numpy as np
 
@@ -44,6 +45,9 @@ def break_the_heap():
 def fail(how):
     """What a plain function can do."""
     if how == "exception":
+        raise ValueError("boom")
+    if how == "hook":
+        sys.excepthook = traceback.print_exception
         raise ValueError("boom")
     if how == "memory":
         raise MemoryError
