@@ -20,7 +20,7 @@ from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups, Joined
 from mpdist.comm.objects import Objects
 from mpdist.comm.straight import IPC_FROM
-from mpdist.errors import DeviceFailed, UsageError
+from mpdist.errors import DeviceFailed
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
@@ -28,6 +28,7 @@ from mpdist.progress.callback import when_done
 from mpdist.progress.channel import Channel
 from mpdist.progress.exporting import exports_of
 from mpdist.progress.shown import showing
+from mpdist.progress.work import check_timeout
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -166,12 +167,7 @@ class Communicator(Objects, Collectives, Groups):
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        try:
-            is_valid = seconds is None or bool(seconds >= 0)
-        except (TypeError, ValueError):
-            is_valid = False
-        if not is_valid:
-            raise UsageError(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
+        check_timeout(seconds)
         self._channel.timeout = seconds
         self._channel.engine.timeouts_changed()
 

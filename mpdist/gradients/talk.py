@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpdist.errors import MpdistError
+from mpdist.progress.work import check_timeout
 
 if TYPE_CHECKING:
     from mpdist.progress import Work
@@ -50,6 +51,7 @@ class Conversation(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The same where no event loop runs; `timeout` in seconds is for each message."""
+        check_timeout(timeout)
         self._begin()
         while (work := self._work) is not None:
             try:

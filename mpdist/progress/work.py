@@ -30,6 +30,20 @@ T = TypeVar("T")
 Callback = tuple[Callable[["Work[Any]"], object], contextvars.Context | None, asyncio.AbstractEventLoop | None]
 
 
+def check_timeout(seconds: object) -> None:
+    """Check that it is a number of seconds to wait, or None.
+
+    Raises:
+        UsageError: it is not.
+    """
+    try:
+        is_valid = seconds is None or bool(seconds >= 0)  # type: ignore[operator]  # refused below
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise UsageError(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
+
+
 class Unseen:
     """Reports an error when it is collected before somebody looked at it."""
 
@@ -105,9 +119,11 @@ class Work(Generic[T]):
             timeout: seconds; when they have passed a receive is withdrawn, anything else stays pending.
 
         Raises:
-            UsageError: an event loop runs in this thread: await it instead.
+            UsageError: an event loop runs in this thread: await it instead; or `timeout` is no time.
             WorkTimeout: not done in time.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         if not self._done:
             if asyncio._get_running_loop() is not None:
                 raise UsageError(

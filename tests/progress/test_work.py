@@ -633,6 +633,17 @@ async def test_a_limit_that_is_no_time_is_refused(comm: Communicator, seconds: f
     assert work.cancel()
 
 
+@pytest.mark.parametrize("seconds", ["x", -1, float("nan"), [1]])
+async def test_a_wait_for_no_time_is_refused(comm: Communicator, seconds: float) -> None:
+    work = comm.recv(tag=5)
+    words = re.escape(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
+    with pytest.raises(mpdist.UsageError, match=words):
+        await asyncio.to_thread(work.wait, seconds)
+    with pytest.raises(mpdist.UsageError, match=words):
+        await asyncio.to_thread(mpdist.average(comm, np.ones(1)).wait, seconds)
+    assert work.cancel()
+
+
 # ---------------------------------------------------------------------- failures that nobody sees
 
 
