@@ -40,6 +40,7 @@ from mpdist.transport import neighbours
 from mpdist.transport.cuda_aware import Awareness
 from mpdist.transport.cuda_aware.claim import cuda_support, library_path
 from mpdist.transport.facts import launch_mismatch
+from mpdist.transport.leftovers import unlink_segments
 from mpdist.transport.sharing import shared_bytes
 
 if TYPE_CHECKING:
@@ -296,6 +297,8 @@ def _launch() -> Job:
     config = _common_config(transport)
     node = transport.split_node(config.ranks_per_node)
     engine = _make_engine(transport, node, config, mpi.is_threaded())
+    if node.rank == 0:  # all ranks have been heard: MPI has started on them
+        unlink_segments()
     world = Communicator(engine, transport, "world", transport.world_ranks())
     world._node = Communicator(engine, node, f"world/node{min(node.world_ranks())}", node.world_ranks())
     job = _guard(engine, world, node, config)
