@@ -1,7 +1,8 @@
 """Segments: a folder for the shared memory of Open MPI's ranks of one job on this host, gone with the job.
 
 Open MPI names its files by 16 bits of a hash of the job. So one job in 65536 that runs beside another one of the same
-user meets the other's files, and crashes or hangs. And it leaves them behind when its ranks are killed.
+user meets the other's files, and crashes or hangs. And it leaves them behind when its ranks are killed. Should
+`mpdist run` be killed itself, the wardens remove the folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
+from mpdist.cli import warden
 from mpdist.cli.launcher import Kind
 
 SHARED_MEMORY = "/dev/shm"
@@ -24,4 +26,4 @@ def own_segments(kind: Kind, environ: Mapping[str, str], *, is_local: bool) -> I
         yield {}
         return
     with TemporaryDirectory(prefix="openmpi-", dir=SHARED_MEMORY, ignore_cleanup_errors=True) as folder:
-        yield {VARIABLE: folder}
+        yield {VARIABLE: folder, warden.FOLDER_VARIABLE: folder}

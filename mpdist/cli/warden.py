@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 RUN_VARIABLE = "MPDIST_RUN"  # set by `mpdist run`, taken away from the rank: job, secret, addresses
+FOLDER_VARIABLE = "MPDIST_FOLDER"  # the same: a folder that nobody needs when the job is over
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -163,6 +164,7 @@ class Warden:
         self.rank = rank
         self.control = control
         self.tagged = tagged
+        self.folder = os.environ.pop(FOLDER_VARIABLE, "")
         self.parent = os.getppid()
         self.pid = 0
         self.wait_status: int | None = None
@@ -276,6 +278,11 @@ class Warden:
                 self._forward(int(line.split()[1]))
         if not text or "stop" in text.splitlines():
             self._stop()
+        if not text and self.folder:
+            import shutil  # seldom needed, and takes long
+
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""
 
     def _stop(self) -> None:
         """Kill the rank; if it has already ended, leave."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cli.jobs import run_mpdist
+from cli.jobs import job, run_mpdist
 
 from mpdist.cli.launcher import Kind, find_launcher
 from mpdist.cli.segments import SHARED_MEMORY, VARIABLE, own_segments
@@ -21,6 +21,9 @@ async def main(comm):
     if comm.rank == 0:
         print(folder, len([name for name in os.listdir(folder) if name.startswith("sm_segment")]), flush=True)
     await comm.barrier()
+    print("is ready", flush=True)
+    if "wait" in sys.argv:
+        await comm.recv(src=1)
     if comm.rank == 1 and "kill" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
     await comm.barrier()
@@ -68,6 +71,21 @@ def test_a_job_leaves_no_segment_however_it_ends(how: str, tmp_path: Path) -> No
     script.write_text(PROGRAM)
     ended = run_mpdist("run", "-n", "2", str(script), how)
     assert ended.returncode == (0 if how == "ends" else 137), ended.stderr
-    folder, segments = ended.stdout.split()
+    folder, segments = ended.stdout.replace("is ready", "").split()
     assert int(segments) == 2
+    assert not Path(folder).exists()
+
+
+@needs_folder
+@pytest.mark.job
+def test_a_job_whose_mpdist_run_is_killed_leaves_no_segment(tmp_path: Path) -> None:
+    if find_launcher(None).kind is not Kind.OPENMPI:
+        pytest.skip("the MPI here is not Open MPI")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    with job("-n", "2", str(script), "wait") as running:
+        running.wait_ready(2)
+        running.process.kill()
+        assert running.left_over() == []
+    folder, _ = running.out.replace("is ready", "").split()
     assert not Path(folder).exists()
