@@ -32,7 +32,7 @@ _disarm: Callable[[], None] | None = None
 
 # A child has the parent's handlers, pipes and stores until it is disarmed: a pool that is closed at once sends
 # SIGTERM to a worker that has not come so far, and would end the parent's job.
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class ForkedEngine(Engine):
@@ -75,7 +75,7 @@ def disarm_engine(engine: Engine, refusal: str) -> None:
 
 
 def on_fork(disarm: Callable[[], None] | None) -> None:
-    """Call this in every forked child from now on, before SIGTERM or SIGINT can reach it."""
+    """Call this in every forked child from now on, before a signal that ends jobs can reach it."""
     global _disarm
     _disarm = disarm
 

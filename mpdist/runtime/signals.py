@@ -1,6 +1,6 @@
-"""Signals: SIGTERM and Ctrl-C end the job, after the `finally` blocks.
+"""Signals: SIGTERM, SIGHUP and Ctrl-C end the job, after the `finally` blocks.
 
-SIGTERM becomes a SystemExit in the main thread, as SIGINT becomes a
+SIGTERM and SIGHUP become a SystemExit in the main thread, as SIGINT becomes a
 KeyboardInterrupt. Python runs its handlers between two bytecodes, so a long call of
 C code, or a `finally` block that waits for another rank, would hold the end up.
 faulthandler's handler runs at once: it writes into a pipe, on which a
@@ -27,23 +27,22 @@ from typing import NoReturn
 from mpdist.debug.uncollected import uncollected
 from mpdist.runtime.crash import Crash
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender
-from mpdist.runtime.hooks import INTERRUPTED
 
-TERMINATED = 143
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 _SET_PARENT_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG, PR_GET_PDEATHSIG
 _GET_PARENT_SIGNAL = 2
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come."""
+    """SIGTERM or SIGHUP has come."""
 
 
 class Signals:
     """The handlers, while installed. A signal for which the program has its own handler is left to it.
 
     Attributes:
-        reason: why the process ends, once SIGTERM has come; else empty.
+        reason: why the process ends, once SIGTERM or SIGHUP has come; else empty.
     """
 
     def __init__(self, ender: Ender) -> None:
@@ -51,6 +50,7 @@ class Signals:
         self._crash = Crash(ender.announce_crash)
         self._parent = os.getppid()
         self._watched: dict[int, tuple[int, int]] = {}
+        self._status = 0
         self.reason = ""
 
     def install(self) -> None:
@@ -58,9 +58,10 @@ class Signals:
         self._crash.install()
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_term)
-            self._watch(signal.SIGTERM)
+        for number in _TERMINATING:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._on_term)
+                self._watch(number)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._watch(signal.SIGINT)
         if self._watched:
@@ -82,8 +83,9 @@ class Signals:
             os.close(write)  # ends the thread
         self._watched.clear()
         with contextlib.suppress(ValueError):  # not the main thread: then ours does nothing any more
-            if signal.getsignal(signal.SIGTERM) == self._on_term:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in _TERMINATING:
+                if signal.getsignal(number) == self._on_term:
+                    signal.signal(number, signal.SIG_DFL)
 
     def _watch(self, number: int) -> None:
         read, write = os.pipe()
@@ -96,17 +98,18 @@ class Signals:
         faulthandler.register(number, self._watched[number][1], all_threads=False, chain=True)
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
-        if self._ender.is_disarmed or self._ender.is_ending:
+        if self._ender.is_disarmed or self._ender.is_ending or self.reason:
             return
-        self.reason = "SIGTERM" if os.getppid() == self._parent else "its launcher is gone"
+        self._status = _status(number)
+        self.reason = signal.Signals(number).name if os.getppid() == self._parent else "its launcher is gone"
         # Open MPI's launcher sends SIGKILL 0.2 s later: say it now.
         self._ender.announce_lost()
         self._ender.announce(self.reason)
-        raise Terminated(TERMINATED)
+        raise Terminated(self._status)
 
     def end(self) -> NoReturn:
-        """End the job for SIGTERM; the `finally` blocks have run."""
-        self._ender.end(self.reason, TERMINATED, patient=True)
+        """End the job for that; the `finally` blocks have run."""
+        self._ender.end(self.reason, self._status, patient=True)
 
     def _limit(self, pipes: dict[int, int]) -> None:
         """In a thread of its own: wait for a signal, then for the end, but not for long."""
@@ -118,11 +121,16 @@ class Signals:
         if numbers:
             time.sleep(FINALLY_SECONDS)
         if numbers and not self._ender.is_disarmed:
-            code = TERMINATED if numbers[0] == signal.SIGTERM else INTERRUPTED
+            code = _status(numbers[0])
             name = signal.Signals(numbers[0]).name
             self._ender.end(f"{name}, and it has not ended within {FINALLY_SECONDS:g} s", code, _print_main_stack)
         for read in pipes:
             os.close(read)
+
+
+def _status(number: int) -> int:
+    """What a shell shows."""
+    return 128 + number
 
 
 def _interrupts(handler: object) -> bool:

@@ -193,7 +193,7 @@ def send(number: signal.Signals) -> Callable[[Program], None]:
 
 @pytest.mark.parametrize(
     ("number", "status", "style"),
-    [(signal.SIGINT, 130, "uvloop"), (signal.SIGTERM, 143, "run")],
+    [(signal.SIGINT, 130, "uvloop"), (signal.SIGTERM, 143, "run"), (signal.SIGHUP, 129, "plain")],
 )
 def test_interrupted_job_runs_its_finally_blocks(number: signal.Signals, status: int, style: str) -> None:
     ended = fail("mpdist", "wait", "recv", style, send(number))
