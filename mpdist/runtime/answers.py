@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Letters are to stay small.
 MOST_TEXT = 200
 MOST_TAGS = 64
+MOST_DAEMONS = 4
 
 Wanted = Mapping[str, Sequence[int]]
 """Communicators by key -> sequence numbers of collectives."""
@@ -153,6 +154,7 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
         channels={
             key: _state(posted.get(key), by_key.get(key), asker, works, sequences) for key, sequences in wanted.items()
         },
+        daemons=tuple(name[:MOST_TEXT] for name in waiting.daemons()[:MOST_DAEMONS]) if is_finished else (),
     )
 
 

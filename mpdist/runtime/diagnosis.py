@@ -246,7 +246,14 @@ def stuck_text(rank: int, operation: Operation, ranks: Sequence[int], finished: 
     advice = f"; {operation.advice}" if operation.advice else ""
     whom = f"{operation.ranks_text(ranks)}, {have}{instead}"
     queued = f"; {_queued(operation)}" if operation.queued else ""
-    return f"rank {rank} waits in {operation.text}{place} for {whom}{queued}{advice}"
+    daemons = "".join(_daemons(operation.rank_in(each), finished[each]) for each in ranks if each in finished)
+    return f"rank {rank} waits in {operation.text}{place} for {whom}{daemons}{queued}{advice}"
+
+
+def _daemons(rank: int, answer: Answer) -> str:
+    """They are stopped with the program: nobody can know whether they would have gone on."""
+    names = ", ".join(map(repr, answer.daemons))
+    return f"; the daemon threads of rank {rank} do not count: join {names}" if names else ""
 
 
 def hint_text(rank: int, operation: Operation, ranks: Sequence[int], finished: Answers) -> str:

@@ -411,7 +411,7 @@ def _call_before_joins(fn: Callable[[], None]) -> None:
 
 
 def _failure(error: BaseException) -> tuple[str, int]:
-    """What ends `run`, and the status of that; 0 for a SystemExit that says so, and for Terminated, which has its own."""
+    """What ends `run`, and the status of that; 0 for a SystemExit that says so, and for one of a signal's."""
     if not isinstance(error, SystemExit):
         return describe_error(error), 1
     if isinstance(error, Terminated):

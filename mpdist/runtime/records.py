@@ -113,12 +113,14 @@ class Answer:
         place: the line at which its Python is.
         waits: the operations that it waits for itself.
         channels: by key, those that were asked for.
+        daemons: names of the daemon threads that its finished program has left.
     """
 
     is_finished: bool = False
     place: str = ""
     waits: tuple[str, ...] = ()
     channels: Mapping[str, ChannelState] = field(default_factory=dict)
+    daemons: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,7 +137,8 @@ class Answer:
             )
             for key, state in record["channels"].items()
         }
-        return cls(record["is_finished"], record["place"], tuple(record["waits"]), channels)
+        waits, daemons = tuple(record["waits"]), tuple(record["daemons"])
+        return cls(record["is_finished"], record["place"], waits, channels, daemons)
 
     def channel(self, operation: Operation) -> ChannelState:
         return self.channels.get(operation.key, ChannelState())

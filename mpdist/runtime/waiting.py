@@ -122,6 +122,14 @@ def awaited(engine: Engine) -> list[Work[Any]]:
 
 
 @uncollected
+def daemons() -> list[str]:
+    """Names of the daemon threads of the user's own program."""
+    frames = sys._current_frames()
+    threads = [thread for thread in threading.enumerate() if thread.daemon]
+    return [thread.name for thread in threads if distance(outward(frames.get(thread.ident or 0))) == 0]
+
+
+@uncollected
 def waits(engine: Engine) -> Waits:
     """For which operations this process waits, and what could end that."""
     frames = sys._current_frames()

@@ -229,6 +229,14 @@ def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
     assert stuck_text(0, TAGGED_SEND, [1], offered).endswith("which has finished (and receives tag 4)")
 
 
+def test_daemon_threads_that_a_finished_rank_has_left_are_told() -> None:
+    left = replace(done(0), daemons=("server",))
+    assert Answer.of_json(json.loads(json.dumps(left.as_json()))) == left
+    assert stuck_text(0, TAGGED, [1], {1: left}).endswith(
+        "for rank 1, which has finished; the daemon threads of rank 1 do not count: join 'server'"
+    )
+
+
 def test_messages_that_came_unasked_are_told() -> None:
     queued = tuple(f"float32 x 3 from rank 1, tag {tag}" for tag in range(6))
     assert stuck_text(0, replace(TAGGED, queued=queued[:1]), [1], {1: done(0)}).endswith(

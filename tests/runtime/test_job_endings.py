@@ -49,6 +49,12 @@ def test_message_that_nobody_will_receive_ends_the_job() -> None:
     assert "(the end of its program, in the final drain)" in ended.err
 
 
+def test_daemon_thread_does_not_count_and_is_named() -> None:
+    ended = run("bare", 2, ENDING, "daemon")
+    assert ended.status == 1
+    assert "which has finished; the daemon threads of rank 1 do not count: join 'server'; the job" in report(ended)
+
+
 def test_message_that_a_thread_waits_for_in_vain_ends_the_job() -> None:
     ended = run("bare", 2, ENDING, "lost_receive")
     assert ended.status == 1

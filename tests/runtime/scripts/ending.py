@@ -265,6 +265,16 @@ def lost_receive():
         world.send(np.ones(1), 1, tag=4)
 
 
+def daemon():
+    """A rank whose program has ended leaves a daemon thread that is to send something later."""
+    world = mpdist.init()
+    if world.rank == 1:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True, name="idle").start()
+        threading.Thread(target=lambda: time.sleep(60), daemon=True, name="server").start()
+    if world.rank == 0:
+        world.recv(src=1).wait()
+
+
 def crossed():
     """The end of a program that has sent with another tag than its peer waits for."""
     world = mpdist.init()
