@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 from mpdist.transport.start_up import known_as_unavailable, without_network_cards
@@ -50,6 +50,7 @@ from mpdist.transport.requests import Request, Requests, leases
 
 IN_PLACE = MPI.IN_PLACE
 fromaddress = MPI.buffer.fromaddress
+_finalize = MPI.Finalize
 _IS_OPEN_MPI = FAMILIES.get(MPI.get_vendor()[0]) == "openmpi"
 
 
@@ -312,7 +313,15 @@ def start() -> Transport:
     if not MPI.Is_initialized():  # mpi4py was told not to
         with without_network_cards(os.environ):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    MPI.Finalize = _refuse
     return Transport(MPI.COMM_WORLD.Dup())
+
+
+def _refuse() -> NoReturn:
+    raise UsageError(
+        "MPI.Finalize() was called while mpdist communicates: leave it out, for the end of the program stops MPI, or "
+        "call mpdist.finalize() first"
+    )
 
 
 def family() -> str:
@@ -337,8 +346,9 @@ def is_threaded() -> bool:
 
 def stop() -> None:
     """MPI_Finalize, if mpdist has started MPI; collective."""
+    MPI.Finalize = _finalize
     if mpi4py.rc.finalize is False and is_running():
-        MPI.Finalize()
+        _finalize()
 
 
 def is_running() -> bool:

@@ -53,6 +53,14 @@ def test_wrong_use_of_run_and_finalize_is_refused(call: str, words: str) -> None
     assert "never awaited" not in done.stderr
 
 
+def test_mpi_is_not_stopped_beneath_mpdist() -> None:
+    done = python("mpdist.init(); from mpi4py import MPI; MPI.Finalize()")
+    assert done.returncode == 1
+    assert "MPI.Finalize() was called while mpdist communicates: leave it out" in done.stderr
+    done = python("from mpi4py import MPI; mpdist.init(); mpdist.finalize(); MPI.Finalize()")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_run_takes_a_partial_and_a_callable_object() -> None:
     text = """
 import functools
