@@ -19,7 +19,8 @@ from typing import Any
 
 from mpdist.runtime.failure import Ender, describe_error
 
-INTERRUPTED = 130
+INTERRUPT = ("KeyboardInterrupt (SIGINT)", 130)
+"""Reason and status."""
 
 
 class Hooks:
@@ -74,7 +75,7 @@ class Hooks:
         if self._ender.is_disarmed:
             self._before(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
-            self._ender.end("KeyboardInterrupt (SIGINT)", INTERRUPTED, patient=True)
+            self._ender.end(*INTERRUPT, patient=True)
         else:
             self._ender.end(describe_error(error), 1, lambda: self._before(kind, error, trace))
 

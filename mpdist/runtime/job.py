@@ -33,7 +33,7 @@ from mpdist.runtime.completion import record_completion, record_opening, record_
 from mpdist.runtime.control import Control
 from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
-from mpdist.runtime.hooks import INTERRUPTED, Hooks
+from mpdist.runtime.hooks import INTERRUPT, Hooks
 from mpdist.runtime.outside import has_joined_threads
 from mpdist.runtime.signals import Signals, Terminated, end_with_launcher
 from mpdist.transport import neighbours
@@ -132,10 +132,14 @@ class Job:
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in a loop of its own, and complete what it has posted."""
         try:
-            with asyncio.Runner() as runner:
+            with contextlib.ExitStack() as limits, asyncio.Runner() as runner:
                 if self.is_guarded:
                     self.hooks.watch(runner.get_loop())
-                result = runner.run(main)
+                try:
+                    result = runner.run(main)
+                except BaseException as error:
+                    self._limit_the_rest(error, limits)
+                    raise
                 self.engine.ticking.detach()
         finally:
             self.engine.ticking.detach()
@@ -144,28 +148,23 @@ class Job:
 
     def run_guarded(self, main: Main[T], *args: object) -> T:
         """The same, where a failure must not leave other ranks waiting."""
-        timers: list[threading.Timer] = []
 
         async def guarded() -> T:
             self.signals.rearm()  # asyncio.Runner has set its own handler of SIGINT
-            try:
-                return await main(self.world, *args)
-            except (Exception, SystemExit) as error:
-                # What is left to do are `finally` blocks of other tasks, and their threads, which may wait for ranks
-                # that wait for us.
-                reason, status = _failure(error)
-                if status:
-                    timers.append(self.ender.end_after(FINALLY_SECONDS, reason, status))
-                raise
+            return await main(self.world, *args)
 
         try:
             return self.run(guarded())
         except SystemExit as error:
             raise exits.Exit(error.code) from None
         finally:
-            for timer in timers:
-                timer.cancel()
             self.signals.rearm()
+
+    def _limit_the_rest(self, error: BaseException, limits: contextlib.ExitStack) -> None:
+        """`finally` blocks of other tasks, and their threads, are left: they may wait for ranks that wait for us."""
+        reason, status = _failure(error)
+        if self.is_guarded and status:
+            limits.callback(self.ender.end_after(FINALLY_SECONDS, reason, status).cancel)
 
     # ------------------------------------------------------------------ ending
 
@@ -204,7 +203,7 @@ class Job:
                 self._end_if_failed()
             self.finish()
         except KeyboardInterrupt:
-            self.ender.end("KeyboardInterrupt (SIGINT)", INTERRUPTED, patient=True)
+            self.ender.end(*INTERRUPT, patient=True)
         except BaseException as error:
             if self.signals.reason:
                 self.signals.end()
@@ -225,7 +224,7 @@ class Job:
             self.signals.end()
         failure = self._why_it_failed()
         if failure is not None:
-            self.ender.end(*failure, patient=failure[1] == INTERRUPTED)
+            self.ender.end(*failure, patient=failure == INTERRUPT)
 
     def _why_it_failed(self) -> tuple[str, int] | None:
         """Reason and status, if the program has ended so."""
@@ -235,8 +234,7 @@ class Job:
         error = exits.uncaught()  # a hook of the program's own, in the place of ours, has been told of it
         if error is None:
             return None
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        return ("KeyboardInterrupt (SIGINT)", INTERRUPTED) if is_interrupt else (describe_error(error), 1)
+        return _failure(error)
 
     def on_stuck(self, reason: str) -> None:
         """Some rank waits for ranks that have finished."""
@@ -412,6 +410,8 @@ def _call_before_joins(fn: Callable[[], None]) -> None:
 
 def _failure(error: BaseException) -> tuple[str, int]:
     """What ends `run`, and the status of that; 0 for a SystemExit that says so, and for one of a signal's."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPT
     if not isinstance(error, SystemExit):
         return describe_error(error), 1
     if isinstance(error, Terminated):

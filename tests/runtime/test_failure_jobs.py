@@ -112,7 +112,14 @@ def test_rank_that_leaves_while_others_wait_ends_the_job(launcher: str, how: str
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "text"), [("exception", 1, "ValueError: boom"), ("sysexit3", 3, "sys.exit(3)")]
+    ("how", "status", "text"),
+    [
+        ("exception", 1, "ValueError: boom"),
+        ("sysexit3", 3, "sys.exit(3)"),
+        ("exit_callback", 3, "sys.exit(3)"),
+        ("stop", 1, ": Stop;"),
+        ("cancelled", 1, "CancelledError"),
+    ],
 )
 def test_finally_block_that_waits_for_a_waiting_rank_does_not_hold_the_end_up(how: str, status: int, text: str) -> None:
     ended = fail("bare", f"finally-{how}", "recv", "run")

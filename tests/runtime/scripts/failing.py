@@ -29,6 +29,10 @@ PAUSE_SECONDS = 0.3
 LONG_SECONDS = 60
 
 
+class Stop(BaseException):
+    """Not an Exception."""
+
+
 def break_the_heap():
     """An overrun in C code that the C library finds, while it holds the lock of its heap."""
     libc = ctypes.CDLL(None)
@@ -181,6 +185,13 @@ async def async_fail(world, how):
         task = asyncio.create_task(wait_in_finally(world))
         await asyncio.sleep(0)
         how = how.removeprefix("finally-") if task else ""
+    if how == "exit_callback":
+        asyncio.get_running_loop().call_soon(sys.exit, 3)
+        await asyncio.sleep(LONG_SECONDS)
+    if how == "stop":
+        raise Stop
+    if how == "cancelled":
+        raise asyncio.CancelledError
     if how == "wait":
         await asyncio.sleep(LONG_SECONDS)
     fail(how)
