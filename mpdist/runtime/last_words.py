@@ -77,6 +77,8 @@ def flush_streams() -> None:
 
 def _print(text: str, stream: TextIO | None) -> bool:
     """Print to a stream; whether that went well."""
+    if stream is None:  # for which print takes stdout
+        return False
     try:
         print(text, end="", file=stream, flush=True)
     except Exception:  # closed, replaced, or interrupted by ourselves in the middle of a write

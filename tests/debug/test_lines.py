@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import FrameType
+
+import pytest
 
 from mpdist.debug.lines import caller, describe, outward, short
 
@@ -33,4 +36,11 @@ def test_the_innermost_of_the_users_frames_stands_for_a_stack() -> None:
 
 def test_paths_in_the_working_folder_are_short() -> None:
     assert short(os.path.join(os.getcwd(), "train.py:3")) == "train.py:3"
+    assert short("/elsewhere/train.py:3") == "/elsewhere/train.py:3"
+
+
+def test_a_working_folder_that_is_gone_shortens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
     assert short("/elsewhere/train.py:3") == "/elsewhere/train.py:3"

@@ -49,6 +49,14 @@ def test_message_that_nobody_will_receive_ends_the_job() -> None:
     assert "(the end of its program, in the final drain)" in ended.err
 
 
+def test_closed_stderr_and_a_folder_that_is_gone_keep_nobody_from_being_told() -> None:
+    ended = run("bare", 2, ENDING, "nowhere", environ={"MPDIST_REPORT_AFTER": "0.3"})
+    assert ended.status == 1
+    assert "mpdist: rank 0 (" in ended.err
+    assert f"on 'world' (rank 0 of 2) ({ENDING}:" in ended.err
+    assert "for rank 1, which has finished; the job is stopped" in ended.err
+
+
 def test_daemon_thread_does_not_count_and_is_named() -> None:
     ended = run("bare", 2, ENDING, "daemon")
     assert ended.status == 1

@@ -73,6 +73,15 @@ def test_words_get_out_wherever_stderr_leads(
         stream.close()
 
 
+@pytest.mark.parametrize("place", ["a broken window", "closed", "nowhere"])
+def test_an_error_that_stderr_does_not_take_gets_out(
+    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", PLACES[place][0]())
+    write_error("words")
+    assert capfd.readouterr().err == "words\n"
+
+
 def test_a_file_gets_the_words_as_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import gc
 import os
 import resource
 import sys
+import tempfile
 import threading
 import time
 
@@ -271,6 +272,16 @@ def daemon():
     if world.rank == 1:
         threading.Thread(target=time.sleep, args=(60,), daemon=True, name="idle").start()
         threading.Thread(target=lambda: time.sleep(60), daemon=True, name="server").start()
+    if world.rank == 0:
+        world.recv(src=1).wait()
+
+
+def nowhere():
+    """A rank waits in vain in a folder that is gone, and its stderr is closed."""
+    world = mpdist.init()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    sys.stderr.close()
     if world.rank == 0:
         world.recv(src=1).wait()
 
