@@ -60,11 +60,18 @@ class Verdict:
 
 @dataclass
 class Job:
-    """Everything that is known about a job of `size` ranks."""
+    """Everything that is known about a job of `size` ranks.
+
+    Attributes:
+        starting: numbers of the ranks that are in the start of mpdist, which needs all.
+        absent: the first that has left, and had not come to that.
+    """
 
     size: int
     ranks: dict[int, Rank] = field(default_factory=dict)
     cause: Rank | None = None
+    starting: set[int] = field(default_factory=set)
+    absent: Rank | None = None
     interrupted_by: int | None = None
 
     @property
@@ -80,18 +87,32 @@ class Job:
     def recorded(self, rank: Rank, word: str) -> None:
         """A rank has written a word of its completion record; `told` makes it the cause."""
         rank.records.append(word)
+        if word == "init":
+            self.starting.add(rank.number)
+        if word == "open":
+            self.starting.discard(rank.number)
         if word == "told":
             self.cause = self.cause or rank
 
     def ended(self, rank: Rank, wait_status: int, by_itself: bool) -> None:
         """A rank has ended; if badly and by itself, it is the cause, unless there is one already."""
         rank.wait_status = wait_status
+        self.starting.discard(rank.number)
+        if rank.is_good and "init" not in rank.records:
+            self.absent = self.absent or rank
         if (
             by_itself
             and not rank.is_good
             and (self.cause is None or (self.cause.may_be_a_victim and not rank.may_be_a_victim))
         ):
             self.cause = rank
+
+    def blame_absent(self) -> bool:
+        """Where ranks start mpdist, one that has left without is the cause; whether there is one."""
+        if self.absent is None or not self.starting:
+            return False
+        self.cause = self.cause or self.absent
+        return True
 
     def verdict(self, launcher_status: int) -> Verdict:
         """Judge the job.
@@ -141,6 +162,8 @@ def end_of(rank: Rank) -> str:
         hint = f" ({HINTS[name]})" if name in HINTS else ""
         return f"was killed by {name}{hint}{when}"
     code = os.waitstatus_to_exitcode(rank.wait_status)
+    if code == 0 and not when:
+        return "left with exit status 0 and has never started mpdist, for which the others wait"
     if code == 0:
         return f"left with exit status 0, as by os._exit(0),{when}"
     if not when:

@@ -63,6 +63,8 @@ TOLD_SECONDS = 3.0
 LOST_SECONDS = 0.3
 # The same where a rank on one of several hosts may have ended because one on another host has.
 VICTIM_SECONDS = 0.2
+# The start of mpdist waits for a rank that has left: those that start it may yet tell of something else.
+ABSENT_SECONDS = 1.0
 # mpiexec, from `stop` to SIGTERM, and from there to SIGKILL.
 LAUNCHER_SECONDS = 1.2
 TERM_SECONDS = 0.6
@@ -293,6 +295,7 @@ class Supervisor:
                 self.job.recorded(connection.rank, word)
                 if word == "told":
                     self.deadlines.stop_within(TOLD_SECONDS)
+                self._look_for_absent()
             case ["end", status, whose] if connection.rank:
                 self._on_end(connection.rank, int(status), by_itself=whose == "itself")
 
@@ -303,6 +306,11 @@ class Supervisor:
         elif not rank.is_good and self.job.interrupted_by is None:
             at_once = VICTIM_SECONDS if rank.may_be_a_victim and not self.is_local else 0.0
             self.deadlines.stop_within(at_once if by_itself else LOST_SECONDS)
+        self._look_for_absent()
+
+    def _look_for_absent(self) -> None:
+        if self.job.blame_absent():
+            self.deadlines.stop_within(ABSENT_SECONDS)
 
     def _on_signals(self) -> None:
         for number in self.wakeup.recv(4096):

@@ -2,8 +2,8 @@
 
 An exit status can't prove that a rank finished its work: `os._exit(0)` in the
 middle leaves with 0. So the rank writes words into a pipe that its warden
-holds: it starts mpdist, mpdist has started, it has explained its failure, all ranks agreed that the
-job is finished. Without `mpdist run` there is no pipe, and nothing happens.
+holds: it is about to start MPI, it starts mpdist, mpdist has started, it has explained its
+failure, all ranks agreed that the job is finished. Without `mpdist run` there is no pipe, and nothing happens.
 Only the process that the warden started may write: forked and spawned children
 inherit the variables, but not the process id in them.
 """
@@ -15,6 +15,11 @@ import stat
 
 FD_VARIABLE = "MPDIST_COMPLETION_FD"
 PID_VARIABLE = "MPDIST_COMPLETION_PID"
+
+
+def record_attempt() -> None:
+    """This rank is about to start MPI, which waits for all ranks."""
+    _record(b"init")
 
 
 def record_start() -> None:

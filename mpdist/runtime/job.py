@@ -29,7 +29,7 @@ from mpdist.progress.roll import Roll, roll_bytes
 from mpdist.runtime import exits, finish, fork
 from mpdist.runtime.answers import describe_pending
 from mpdist.runtime.board import Board, board_bytes
-from mpdist.runtime.completion import record_completion, record_opening, record_start
+from mpdist.runtime.completion import record_attempt, record_completion, record_opening, record_start
 from mpdist.runtime.control import Control
 from mpdist.runtime.cores import Place, crowd
 from mpdist.runtime.failure import FINALLY_SECONDS, Ender, describe_error, exit_code
@@ -284,6 +284,7 @@ def _start() -> Job:
 
 def _launch() -> Job:
     """Start MPI and put everything together; collective."""
+    record_attempt()
     from mpdist.transport import mpi
 
     record_start()

@@ -97,6 +97,24 @@ def test_rank_that_has_explained_itself_is_the_cause_without_a_line() -> None:
     assert job_of((None, ("told",), True)).verdict(0) == Verdict(1)
 
 
+def test_rank_that_left_without_mpdist_while_others_start_it_is_the_cause() -> None:
+    job = job_of(PLAIN, (None, ("init", "used"), True))
+    assert job.blame_absent()
+    job.ended(job.ranks[1], KILLED, by_itself=False)
+    assert job.verdict(0) == Verdict(
+        1,
+        [
+            "mpdist: rank 0 of 2 (host h, pid 100) left with exit status 0 and has never started mpdist, for which the "
+            "others wait; the job is stopped"
+        ],
+    )
+
+
+@pytest.mark.parametrize("other", [(None, (), True), (None, ("init", "open"), True), PLAIN, (EXIT_3, ("init",), True)])
+def test_nobody_waits_for_a_rank_that_left_without_mpdist(other: tuple[int | None, tuple[str, ...], bool]) -> None:
+    assert not job_of(PLAIN, other).blame_absent()
+
+
 def test_explanation_counts_before_a_later_end_of_another_rank() -> None:
     job = job_of((None, ("used", "told"), True), (EXIT_3, ("used",), True))
     assert job.verdict(7) == Verdict(7)

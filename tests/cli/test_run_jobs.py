@@ -85,6 +85,23 @@ mpdist.init().barrier().wait()
     assert ended.seconds < START_SECONDS
 
 
+@pytest.mark.parametrize("first", ["left", "started"])
+def test_rank_that_has_left_before_mpdist_is_started_is_not_waited_for(first: str, tmp_path: Path) -> None:
+    text = f"""
+import os, sys, time
+is_first = os.environ["RANK"] == "1"
+time.sleep(1.0 if is_first == ({first!r} == "started") else 0.0)
+if is_first:
+    sys.exit(0)
+import mpdist
+mpdist.init()
+"""
+    ended = run("-n", "2", script(tmp_path, text))
+    assert ended.status == 1
+    assert ended.last_line.startswith("mpdist: rank 1 of 2 (host ")
+    assert ended.last_line.endswith("has never started mpdist, for which the others wait; the job is stopped")
+
+
 @pytest.mark.parametrize("status", [0, 7])
 def test_status_of_a_program_without_mpi_passes(status: int, tmp_path: Path) -> None:
     ended = run("-n", "2", script(tmp_path, f"import sys; sys.exit({status})"))
