@@ -15,13 +15,14 @@ unless the exception passes `mpdist.run`.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import contextlib
 import gc
 import sys
 import threading
 import weakref
-from types import FrameType, TracebackType
+from types import FrameType, GeneratorType, TracebackType
 from typing import NamedTuple, NoReturn, Protocol
 
 
@@ -124,7 +125,8 @@ def uncaught() -> BaseException | None:
     if trace is None or not _was_left_behind(trace):
         return None
     code = trace.tb_frame.f_code
-    is_programs = code.co_name == "<module>" and code.co_filename != "<console>"
+    is_typed = code.co_filename.startswith(("<console", "<input", "<python-input"))
+    is_programs = code.co_name == "<module>" and not is_typed
     return error if is_programs or code.co_name == "_run_module_as_main" else None
 
 
@@ -161,9 +163,28 @@ def _held_by_the_interpreter() -> SystemExit | None:
     gc.collect()  # those that were caught earlier may live on in cycles
     found = _exceptions()
     for error in found:
-        if all(each is found or isinstance(each, FrameType) for each in gc.get_referrers(error)):
+        holders = gc.get_referrers(error)
+        if all(each is found or isinstance(each, FrameType) or _is_left_task(each, holders) for each in holders):
             return error
     return None
+
+
+def _is_left_task(holder: object, but: object) -> bool:
+    """Whether it is a task that nobody refers to, `but` apart, beside functions that were left, and asyncio.
+
+    Newer versions of Python keep in it what `asyncio.run` raises.
+    """
+    if not isinstance(holder, asyncio.Task):
+        return False
+    for each in gc.get_referrers(holder):
+        is_asyncios = (
+            type(each).__name__ == "TaskStepMethWrapper"
+            or getattr(each, "__self__", None) is holder  # what a future of C is to call
+            or (isinstance(each, dict) and each.keys() == {"main_task"})  # of the handler of SIGINT
+        )
+        if not is_asyncios and each is not but and not isinstance(each, FrameType | GeneratorType):
+            return False
+    return True
 
 
 def _exceptions() -> list[SystemExit]:
