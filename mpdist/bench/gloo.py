@@ -11,12 +11,14 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpdist.bench.case import GLOO
 from mpdist.bench.contenders import Arrays, Bound, as_run
 from mpdist.bench.operations import Operation, partner
-from mpdist.transport.raw import Raw
+
+if TYPE_CHECKING:
+    from mpdist.transport.raw import Raw
 
 SECONDS = timedelta(seconds=120)
 

@@ -27,6 +27,11 @@ def run_mpdist(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=job_environ(), capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
+def test_process_that_starts_the_jobs_leaves_mpi_alone() -> None:
+    program = "import sys, mpdist.cli.bench; sys.exit('mpi4py.MPI' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", program], env=job_environ(), timeout=60, check=True)
+
+
 def test_names_are_checked() -> None:
     assert names("all-reduce, barrier", list(OPERATIONS), "--ops") == ["all_reduce", "barrier"]
     with pytest.raises(UsageError, match=r"--ops 'x': 'x' is none; choose from all_reduce"):
