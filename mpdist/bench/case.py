@@ -50,7 +50,8 @@ class Case:
     Attributes:
         nbytes: as nccl-tests count them, see `operations`.
         lines: by name of the contender; mpdist's is always there, those that were too slow at smaller sizes are not.
-        machine: versions, processor, date, and all else that tells one run from another.
+        machine: versions, processor, date, and all else that tells one run from another; `tuned_variables`: those of
+            the second job, in which the MPI was tuned.
     """
 
     op: str
@@ -60,10 +61,15 @@ class Case:
     lines: Mapping[str, Line]
     machine: Mapping[str, Any]
 
-    def best_raw(self) -> str | None:
-        """The fastest of mpi4py's lines; None if there is none."""
-        raw = {name: line.median for name, line in self.lines.items() if is_raw(name)}
-        return min(raw, key=raw.__getitem__, default=None)
+    def best_raw(self, ours: str = OURS) -> str | None:
+        """The fastest of mpi4py's lines, each against the line `ours` of its own job; None if there is none."""
+        raw = [name for name in self.lines if is_raw(name) and beside(name, ours) in self.lines]
+        return max(raw, key=lambda name: self.ratio(beside(name, ours), name), default=None)
+
+    def ratio_to_raw(self, ours: str = OURS) -> float | None:
+        """Median of `ours` over that of the fastest of mpi4py's lines, both of the same job."""
+        raw = self.best_raw(ours)
+        return None if raw is None else self.ratio(beside(raw, ours), raw)
 
     def ratio(self, ours: str, theirs: str) -> float:
         """Median of one over median of the other: smaller is better for the first."""
@@ -79,6 +85,11 @@ def is_raw(name: str) -> bool:
     return name.removeprefix(TUNED) in (RAW_NOW, RAW_LATER)
 
 
+def beside(name: str, ours: str) -> str:
+    """The line of `ours` that took turns with this one."""
+    return TUNED + ours if name.startswith(TUNED) else ours
+
+
 def line_of(op: str, nbytes: int, ranks: int, seconds: Sequence[float], repetitions: int) -> Line:
     """Summary of the rounds of one contender."""
     each = np.array(seconds) / MESSAGES_EACH_TIME.get(op, 1)
@@ -90,12 +101,17 @@ def line_of(op: str, nbytes: int, ranks: int, seconds: Sequence[float], repetiti
 
 
 def with_tuned(cases: Iterable[Case], tuned: Iterable[Case]) -> list[Case]:
-    """The cases, with mpi4py's lines of another run, whose MPI was tuned, beside their own."""
-    extra = {
-        (case.op, case.nbytes): {TUNED + name: line for name, line in case.lines.items() if is_raw(name)}
-        for case in tuned
-    }
-    return [replace(case, lines={**case.lines, **extra.get((case.op, case.nbytes), {})}) for case in cases]
+    """The cases, with the lines of another job, whose MPI was tuned, beside their own."""
+    others = {(case.op, case.nbytes): case for case in tuned}
+    return [_joined(case, others.get((case.op, case.nbytes))) for case in cases]
+
+
+def _joined(case: Case, tuned: Case | None) -> Case:
+    if tuned is None:
+        return case
+    lines = {TUNED + name: line for name, line in tuned.lines.items()}
+    machine = {**case.machine, "tuned_variables": tuned.machine["variables"]}
+    return replace(case, lines={**case.lines, **lines}, machine=machine)
 
 
 def to_json(case: Case) -> str:

@@ -56,7 +56,8 @@ def show(cases: Sequence[Case], stream: IO[str] | None = None) -> None:
 
 CAPTION = (
     "Medians of the rounds, of the slowest rank; p95 of mpdist's. mpi4py: its fastest call, blocking or not, MPI tuned "
-    "or not. Ratios are of times: below 1 mpdist is faster. GB/s is size / time, bus GB/s what nccl-tests call busbw."
+    "or not. Ratios are of times of one job: below 1 mpdist is faster. GB/s is size / time, bus GB/s what nccl-tests "
+    "call busbw."
 )
 
 
@@ -84,9 +85,9 @@ def row(case: Case) -> list[str]:
         _time(resident),
         _time(best),
         _time(gloo),
-        _ratio(ours, best),
-        _ratio(resident, best),
-        _ratio(ours, gloo),
+        _ratio(case.ratio_to_raw(OURS)),
+        _ratio(case.ratio_to_raw(RESIDENT)),
+        _ratio(case.ratio(OURS, GLOO) if gloo else None),
         _bandwidth(ours.algorithm_bandwidth),
         _bandwidth(ours.bus_bandwidth),
         _bandwidth(best.bus_bandwidth) if best else "",
@@ -97,8 +98,8 @@ def _time(line: Line | None) -> str:
     return time_text(line.median) if line else ""
 
 
-def _ratio(ours: Line | None, theirs: Line | None) -> str:
-    return f"{ours.median / theirs.median:.3g}" if ours and theirs else ""
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3g}"
 
 
 def _bandwidth(bytes_per_second: float) -> str:

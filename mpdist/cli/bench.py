@@ -30,7 +30,7 @@ from mpdist.transport.facts import FAMILIES, launched_as
 
 RIVALS = ("raw", "tuned", "gloo")
 CONTENDERS_OF = {"raw": (RAW_NOW, RAW_LATER), "gloo": ("gloo",)}
-TUNED_JOB = (OURS, RAW_NOW, RAW_LATER)
+TUNED_JOB = (OURS, RESIDENT, RAW_NOW, RAW_LATER)
 # Those with more than one algorithm.
 TUNED_OPERATIONS = tuple(op for op in OPERATIONS if op in CHOSEN_OPERATIONS)
 

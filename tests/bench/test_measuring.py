@@ -16,7 +16,7 @@ from mpdist.bench.contenders import Bound, as_run
 from mpdist.bench.job import Bench, Task, progress_text
 from mpdist.bench.machine import core_for
 from mpdist.bench.operations import Operation, given
-from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points
+from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points, tuned_text
 from mpdist.bench.plot import plot as draw
 from mpdist.bench.rounds import (
     FEWEST_ROUNDS,
@@ -36,6 +36,7 @@ from mpdist.errors import UsageError
 MACHINE = {
     "mpi": "MPICH", "mpi_version": "5", "versions": {"mpdist": "0"}, "processor": "one", "usable_cores": 2,
     "local_ranks": 2, "date": "2026-01-01T00:00+00:00", "pinned_to": [0, None],
+    "variables": {"A": "1"},
 }  # fmt: skip
 
 
@@ -187,11 +188,27 @@ def test_foreign_line_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_tuned_lines_join_and_may_be_the_best() -> None:
-    tuned = case("all_reduce", 8, ours=9e-6, now=1e-6)
+    tuned = case("all_reduce", 8, ours=1e-6, now=1e-6)
     joined = with_tuned(CASES, [tuned])
     assert joined[0].lines[OURS].median == 2e-6
     assert joined[0].best_raw() == "tuned raw blocking"
+    assert joined[0].machine["tuned_variables"] == {"A": "1"}
     assert joined[1] == CASES[1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "now", "ratio"),
+    [
+        (9e-6, 1e-6, 9),
+        (20e-6, 30e-6, 2 / 3),  # ten times slower altogether, and no better
+        (1e-6, 2e-6, 2 / 3),  # fast in a fast hour only
+    ],
+)
+def test_ratio_is_of_one_job_and_the_worse_of_both(ours: float, now: float, ratio: float) -> None:
+    (joined,) = with_tuned(CASES[:1], [case("all_reduce", 8, ours=ours, now=now)])
+    assert joined.ratio_to_raw() == pytest.approx(ratio)
+    assert joined.ratio_to_raw(RESIDENT) == pytest.approx(1 / 3)
+    assert joined.ratio(OURS, GLOO) == pytest.approx(0.002)
 
 
 def test_table_shows_times_and_ratios() -> None:
@@ -207,6 +224,8 @@ def test_plot_is_a_picture_of_every_contender(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert [line.median for _, line in points(CASES[:3], BEST_RAW)] == [3e-6] * 3
     assert "2 us" in barrier_text(CASES)
+    assert tuned_text(CASES) == ""
+    assert "a tuned MPI" in tuned_text(with_tuned(CASES, [case("all_reduce", 8, ours=9e-6, now=1e-6)]))
 
 
 @pytest.mark.parametrize("ops", [1, 2, 3, 4, 9])
