@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -42,6 +43,8 @@ from mpdist.torch import DistributedDataParallel
 STEP_TARGETS = {"MLP, batch 64": 0.75, "MLP, batch 8": 0.55}
 EXPOSED, OVER_BACKEND, TINY, HIDDEN = 0.25, 0.7, 0.3, 0.8
 RESAMPLES = 500
+# A median is positive if all but so many percent of the resampled ones are.
+SURELY_ABOVE = 5
 
 
 class Side:
@@ -126,10 +129,16 @@ def results_of(name: str, mpi: str, times: dict[str, np.ndarray]) -> Iterator[Re
 
 
 def compare(case: str, mpi: str, ours: np.ndarray, theirs: np.ndarray, target: float | None) -> Result:
-    """The ratio of the medians, and its quartiles by resampling the rounds: a difference may be near zero in one."""
+    """The ratio of the medians, and its quartiles by resampling the rounds: a difference may be near zero in one.
+
+    No ratio if the other side's time, a difference too, may as well be zero or less.
+    """
     picks = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
-    ratios = np.median(ours[picks], axis=1) / np.median(theirs[picks], axis=1)
+    others = np.median(theirs[picks], axis=1)
     a, b = statistics.median(ours), statistics.median(theirs)
+    if np.percentile(others, SURELY_ABOVE) <= 0:
+        return Result(case, 2, mpi, a, b, "ms", None, None, None, len(ours), target)
+    ratios = np.median(ours[picks], axis=1) / others
     low, high = np.percentile(ratios, [25, 75])
     return Result(case, 2, mpi, a, b, "ms", a / b, float(low), float(high), len(ours), target)
 
@@ -191,8 +200,11 @@ def run_hosts(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Re
 
 
 def worst(launches: list[list[Result]]) -> list[Result]:
-    """Of each case the launch with the worst ratio."""
-    return [max(same, key=lambda each: each.ratio) for same in zip(*launches, strict=True)]
+    """Of each case the launch with the worst ratio; none at all is worse."""
+    return [
+        max(same, key=lambda each: math.inf if each.ratio is None else each.ratio)
+        for same in zip(*launches, strict=True)
+    ]
 
 
 def launch(options: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ class Result:
     Attributes:
         case: what was measured.
         ours, theirs: median over the rounds, in `unit`.
-        ratio: median over the rounds of ours / theirs.
+        ratio: median over the rounds of ours / theirs; None: theirs cannot be told from nothing.
         low, high: its quartiles.
         target, stretch: the ratio is to be at most this; at least, if `larger_is_better`.
     """
@@ -41,9 +41,9 @@ class Result:
     ours: float
     theirs: float
     unit: str
-    ratio: float
-    low: float
-    high: float
+    ratio: float | None
+    low: float | None
+    high: float | None
     rounds: int
     target: float | None = None
     stretch: float | None = None
@@ -51,8 +51,8 @@ class Result:
 
     @property
     def is_met(self) -> bool:
-        """Whether the target is reached; also where there is none."""
-        if self.target is None:
+        """Whether the target is reached; also where there is none, or no ratio to hold against it."""
+        if self.target is None or self.ratio is None:
             return True
         return self.ratio >= self.target if self.larger_is_better else self.ratio <= self.target
 
@@ -119,10 +119,12 @@ def show(results: list[Result], stream: IO[str] | None = None) -> None:
     table = Table("what", "ranks", "mpdist", "other", "ratio", "quartiles", "target", "")
     for each in results:
         sign = ">=" if each.larger_is_better else "<="
-        verdict = "" if each.target is None else "[green]met[/]" if each.is_met else "[red]missed[/]"
+        has_verdict = each.target is not None and each.ratio is not None
+        verdict = "" if not has_verdict else "[green]met[/]" if each.is_met else "[red]missed[/]"
         table.add_row(
             each.case, str(each.ranks), f"{each.ours:.4g} {each.unit}", f"{each.theirs:.4g} {each.unit}",
-            f"{each.ratio:.2f}", f"{each.low:.2f} - {each.high:.2f}",
+            "-" if each.ratio is None else f"{each.ratio:.2f}",
+            "" if each.ratio is None else f"{each.low:.2f} - {each.high:.2f}",
             "" if each.target is None else f"{sign} {each.target:g}", verdict,
         )  # fmt: skip
     Console(file=stream, width=140).print(table)

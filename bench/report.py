@@ -23,7 +23,7 @@ def cells(row: Row | None) -> str:
     """Ratio with quartiles, target, and both times."""
     if row is None:
         return "| - | - | - "
-    ratio = f"**{row['ratio']:.2f}** ({row['low']:.2f} - {row['high']:.2f})"
+    ratio = "-" if row["ratio"] is None else f"**{row['ratio']:.2f}** ({row['low']:.2f} - {row['high']:.2f})"
     return f"| {ratio} | {verdict(row)} | {times(row)} "
 
 
@@ -38,7 +38,7 @@ def times(row: Row) -> str:
 def verdict(row: Row) -> str:
     """`<= 0.8 met`."""
     target = row.get("target")
-    if target is None:
+    if target is None or row["ratio"] is None:
         return ""
     is_more = row.get("larger_is_better", False)
     is_met = row["ratio"] >= target if is_more else row["ratio"] <= target
