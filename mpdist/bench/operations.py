@@ -59,6 +59,7 @@ class Operation:
         return max(nbytes // ITEM_BYTES // ranks, 1) * ranks
 
 
+PING_PONG = "ping_pong"
 OPERATIONS = {
     operation.name: operation
     for operation in (
@@ -70,12 +71,12 @@ OPERATIONS = {
         Operation("reduce", _once, out="whole", is_rooted=True),
         Operation("gather", _without_own, x="block", out="whole", is_rooted=True),
         Operation("scatter", _without_own, out="block", is_rooted=True),
-        Operation("ping_pong", _once, out="whole"),
+        Operation(PING_PONG, _once, out="whole"),
         Operation("barrier", _once, x=""),
     )
 }
 # A ping-pong's time is half of there and back.
-MESSAGES_EACH_TIME = {"ping_pong": 2}
+MESSAGES_EACH_TIME = {PING_PONG: 2}
 
 
 def length(what: str, elements: int, ranks: int) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench import gloo, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
-from mpdist.bench.operations import OPERATIONS
+from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.bench.present import present, require
 from mpdist.bench.sizes import parse_sizes, size_text
 from mpdist.bench.tuning import ANCHOR
@@ -85,18 +85,35 @@ def bench(options: argparse.Namespace) -> int:
     """Carry out `mpdist bench`; returns the exit status."""
     if options.tune:
         refuse_beside_tune(options)
-    known = TUNED_OPERATIONS if options.tune else tuple(OPERATIONS)
-    options.ops = list(known) if options.ops is None else names(options.ops, known, "--ops")
+    launched = launched_as(os.environ)
+    options.ops = ops_of(options, launched.size if launched else options.ranks)
     options.rivals = names(options.rivals, RIVALS, "--rivals") if options.rivals else default_rivals()
     default = TUNE if options.tune else COMPARE
     options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
     options.seconds = options.seconds or default.seconds
-    if launched_as(os.environ) is not None:
+    if launched is not None:
         return run_rank(options)
     try:
         return tune(options) if options.tune else compare(options)
     except JobFailed as failed:
         return failed.status
+
+
+def ops_of(options: argparse.Namespace, ranks: int) -> list[str]:
+    """The operations to be measured; all that there are for so many ranks, if none is named.
+
+    Raises:
+        UsageError: one is not known, or so few ranks give no time that says anything.
+    """
+    if options.tune and ranks == 1:
+        raise UsageError("mpdist bench --tune: with 1 rank there is nothing to choose; use -n 2 or more")
+    known = TUNED_OPERATIONS if options.tune else tuple(OPERATIONS)
+    if options.ops is None:
+        return [op for op in known if op != PING_PONG or ranks > 1]
+    ops = names(options.ops, known, "--ops")
+    if PING_PONG in ops and ranks == 1:
+        raise UsageError(f"mpdist bench --ops {options.ops}: {PING_PONG} takes 2 ranks, not 1; use -n 2 or more")
+    return ops
 
 
 def refuse_beside_tune(options: argparse.Namespace) -> None:

@@ -12,9 +12,9 @@ from cli.jobs import job_environ
 
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, read
-from mpdist.bench.operations import OPERATIONS
+from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.cli import build_parser, main
-from mpdist.cli.bench import TUNED_OPERATIONS, contenders_of, launch_words, names, threshold_text
+from mpdist.cli.bench import TUNED_OPERATIONS, contenders_of, launch_words, names, ops_of, threshold_text
 from mpdist.errors import UsageError
 
 SECONDS = 200.0
@@ -52,6 +52,8 @@ def test_names_are_checked() -> None:
         ["--tune", "--json", "x.jsonl"],
         ["--tune", "--plot", "x.png"],
         ["--tune", "--rivals", "raw"],
+        ["--tune", "-n", "1"],
+        ["-n", "1", "--ops", "barrier,ping-pong"],
     ],
 )
 def test_mistake_is_one_line_and_starts_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +97,12 @@ def test_times_and_steps_that_can_not_be_are_refused(
 
 def test_every_operation_that_has_a_choice_is_tuned() -> None:
     assert set(TUNED_OPERATIONS) == set(CHOSEN_OPERATIONS)
+
+
+def test_one_rank_plays_no_ping_pong_unasked() -> None:
+    options = build_parser().parse_args(["bench"])
+    assert set(OPERATIONS) - set(ops_of(options, 1)) == {PING_PONG}
+    assert ops_of(options, 2) == list(OPERATIONS)
 
 
 def test_tuned_mpi_takes_part_in_a_job_of_its_own() -> None:
