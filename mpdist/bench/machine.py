@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 CPU_FILE = "/proc/cpuinfo"
+THREADS = "/proc/self/task"
 CAN_PIN = hasattr(os, "sched_setaffinity")
 
 
@@ -19,8 +21,11 @@ def core_for(number: int, cores: Sequence[int]) -> int:
 
 
 def pin(core: int) -> None:
-    """Keep this thread, and those that it will start, on one core."""
-    os.sched_setaffinity(0, {core})
+    """Keep this process on one core: MPI and others may have started threads of their own."""
+    threads = [int(path.name) for path in Path(THREADS).iterdir()] if os.path.isdir(THREADS) else [0]
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, {core})
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, line_of, read, with_tuned
 from mpdist.bench.contenders import Bound, as_run
 from mpdist.bench.job import Bench, Task, progress_text
-from mpdist.bench.machine import core_for
+from mpdist.bench.machine import CAN_PIN, core_for, pin
 from mpdist.bench.operations import Operation, given
 from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points, tuned_text
 from mpdist.bench.plot import plot as draw
@@ -234,6 +236,22 @@ def test_every_operation_has_its_own_place(ops: int) -> None:
     taken = {place for pair in places for place in pair}
     assert len(taken) == 2 * ops
     assert all(row < rows and column < columns for row, column in taken)
+
+
+@pytest.mark.skipif(not CAN_PIN, reason="threads cannot be pinned on this system")
+def test_threads_that_are_there_are_pinned_too() -> None:
+    cores, done = os.sched_getaffinity(0), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    before = {int(name): os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")}
+    try:
+        pin(max(cores))
+        assert os.sched_getaffinity(thread.native_id or 0) == os.sched_getaffinity(0) == {max(cores)}
+    finally:
+        for other, its_cores in before.items():
+            os.sched_setaffinity(other, its_cores)
+        done.set()
+        thread.join()
 
 
 def test_ranks_take_the_cores_in_turn() -> None:
