@@ -168,18 +168,23 @@ def refusal_of(options: argparse.Namespace) -> MpdistError | None:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Measure mpdist and its rivals; MPI with its own settings, then tuned."""
+    """Measure mpdist and its rivals; MPI with its own settings, then tuned. A second job that fails loses no first."""
     require(options.ops, options.json, options.plot)
     if "gloo" in options.rivals and not gloo.is_installed():
         raise Unavailable("mpdist bench --rivals gloo: torch is not installed: pip install 'mpdist[torch]'")
+    status = 0
     with tempfile.TemporaryDirectory() as folder:
         cases = run_job_of(options, Path(folder, "default"), contenders_of(options.rivals))
         if "tuned" in options.rivals:
             tuning = TUNINGS.get(cases[0].machine["mpi"], {})
             print(f"mpdist bench: again, with {shown(tuning)}", file=sys.stderr, flush=True)
-            cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
+            try:
+                cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
+            except JobFailed as failed:
+                print("mpdist bench: failed; what follows is without it", file=sys.stderr, flush=True)
+                status = failed.status
     present(cases, options.json, options.plot)
-    return 0
+    return status
 
 
 def contenders_of(rivals: Sequence[str]) -> list[str]:

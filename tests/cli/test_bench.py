@@ -11,10 +11,10 @@ import pytest
 from cli.jobs import job_environ
 
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
-from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, read
+from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, Line, read
 from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.cli import build_parser, main
-from mpdist.cli.bench import TUNED_OPERATIONS, contenders_of, launch_words, names, ops_of, threshold_text
+from mpdist.cli.bench import TUNED_OPERATIONS, JobFailed, contenders_of, launch_words, names, ops_of, threshold_text
 from mpdist.errors import UsageError
 
 SECONDS = 200.0
@@ -138,6 +138,25 @@ def test_bench_measures_checks_and_writes(tmp_path: Path) -> None:
     assert all(case.ranks == 2 and set(case.lines) == {OURS, RESIDENT, RAW_NOW, RAW_LATER} for case in cases)
     assert all(line.median > 0 for case in cases for line in case.lines.values())
     assert "all_reduce" in done.stdout
+
+
+def test_second_job_that_fails_loses_nothing_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(1e-6, 1e-6, 0, 0, 7, 1)
+    machine = {
+        "mpi": "MPICH", "mpi_version": "5", "versions": {"mpdist": "0"}, "processor": "one", "usable_cores": 2,
+        "date": "2026", "pinned_to": [0, 1],
+    }  # fmt: skip
+    first = Case("barrier", 0, 2, 1, {OURS: line, RAW_NOW: line}, machine)
+
+    def run_job_of(options: object, results: Path, *_: object) -> list[Case]:
+        if results.name == "tuned":
+            raise JobFailed(7)
+        return [first]
+
+    monkeypatch.setattr("mpdist.cli.bench.run_job_of", run_job_of)
+    file = str(tmp_path / "x.jsonl")
+    assert main(["bench", "--ops", "barrier", "--rivals", "raw,tuned", "--json", file]) == 7
+    assert read(file) == [first]
 
 
 @pytest.mark.job
