@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +23,7 @@ from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.bench.present import present, require
 from mpdist.bench.sizes import parse_sizes, size_text
 from mpdist.bench.tuning import ANCHOR
+from mpdist.cli.child import Ended, ended_by_signals, run_child
 from mpdist.errors import MpdistError, Unavailable, UsageError
 from mpdist.transport.facts import FAMILIES, launched_as
 
@@ -94,8 +93,9 @@ def bench(options: argparse.Namespace) -> int:
     if launched is not None:
         return run_rank(options)
     try:
-        return tune(options) if options.tune else compare(options)
-    except JobFailed as failed:
+        with ended_by_signals():
+            return tune(options) if options.tune else compare(options)
+    except (JobFailed, Ended) as failed:
         return failed.status
 
 
@@ -180,7 +180,7 @@ def compare(options: argparse.Namespace) -> int:
             print(f"mpdist bench: again, with {shown(tuning)}", file=sys.stderr, flush=True)
             try:
                 cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
-            except JobFailed as failed:
+            except (JobFailed, Ended) as failed:
                 print("mpdist bench: failed; what follows is without it", file=sys.stderr, flush=True)
                 status = failed.status
     present(cases, options.json, options.plot)
@@ -251,17 +251,13 @@ def run_job_of(
 
     Raises:
         JobFailed: it did not end well; it has said why.
+        Ended: a signal ended it.
     """
     command = [sys.executable, "-m", "mpdist", "run", *launch_words(options), "-m", "mpdist", "bench"]
     command += ["--ops", ",".join(options.ops), "--sizes", ",".join(map(str, options.sizes))]
     command += ["--seconds", str(options.seconds), "--results", str(results)]
     command += [f"--contender={name}" for name in contenders]
-    process = subprocess.Popen(command, env={**SINGLE_THREAD, **os.environ, **(variables or {})})
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:  # the job has had the signal too, and ends in its own way
-        process.wait()
-        raise JobFailed(128 + signal.SIGINT) from None
+    status = run_child(command, {**SINGLE_THREAD, **os.environ, **(variables or {})})
     if status:
         raise JobFailed(status)
     return read(results)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from cli.jobs import job_environ
+from cli.jobs import heed, job_environ
 
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, Line, read
@@ -157,6 +159,23 @@ def test_second_job_that_fails_loses_nothing_of_the_first(tmp_path: Path, monkey
     file = str(tmp_path / "x.jsonl")
     assert main(["bench", "--ops", "barrier", "--rivals", "raw,tuned", "--json", file]) == 7
     assert read(file) == [first]
+
+
+@pytest.mark.job
+@pytest.mark.limit(SECONDS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_to_the_benchmark_ends_its_job_first(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mpdist", "bench", "--rivals", "raw", "--seconds", "1"]
+    environ = job_environ() | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
+        assert process.stderr
+        assert "all_reduce" in process.stderr.readline()
+        process.send_signal(number)
+        process.stderr.read()
+    assert process.returncode == 128 + number
+    assert not list(tmp_path.glob("tmp*"))
+    left = [other.info["cmdline"] for other in psutil.process_iter(["cmdline"])]
+    assert not [words for words in left if any(str(tmp_path) in word for word in words or ())]
 
 
 @pytest.mark.job
