@@ -62,6 +62,11 @@ def points(cases: Sequence[Case], name: str) -> list[tuple[int, Line]]:
     return found
 
 
+def with_suffix(path: str) -> str:
+    """The picture's file as it will be called: what has no suffix becomes a PNG."""
+    return path if Path(path).suffix else f"{path}.png"
+
+
 def require(ops: Sequence[str], path: str | Path) -> None:
     """Find out whether `plot` will work for these operations.
 
@@ -74,7 +79,7 @@ def require(ops: Sequence[str], path: str | Path) -> None:
     except ModuleNotFoundError:
         raise Unavailable("mpdist bench plots with matplotlib: pip install 'mpdist[bench]'") from None
     kinds = sorted(FigureCanvasAgg.get_supported_filetypes())
-    if Path(path).suffix and Path(path).suffix[1:].lower() not in kinds:
+    if Path(path).suffix[1:].lower() not in kinds:
         raise UsageError(
             f"mpdist bench --plot {path}: a picture of this kind can't be written, only {', '.join(kinds)}"
         )

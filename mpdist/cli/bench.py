@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
-from mpdist.bench import gloo, tuning
+from mpdist.bench import gloo, plot, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
 from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.bench.present import present, require
@@ -90,6 +90,7 @@ def bench(options: argparse.Namespace) -> int:
     default = TUNE if options.tune else COMPARE
     options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
     options.seconds = options.seconds or default.seconds
+    options.plot = plot.with_suffix(options.plot) if options.plot else None
     if launched is not None:
         return run_rank(options)
     try:

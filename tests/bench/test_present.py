@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpdist.bench.plot import with_suffix
 from mpdist.bench.present import require
 from mpdist.errors import Unavailable, UsageError
 
@@ -34,6 +35,10 @@ def test_barrier_alone_is_no_plot(tmp_path: Path) -> None:
 def test_unknown_kind_of_picture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"x\.what: a picture of this kind can't be written, only .*png"):
         require(["all_reduce"], None, str(tmp_path / "x.what"))
+
+
+def test_picture_without_a_suffix_is_a_png() -> None:
+    assert [with_suffix(path) for path in ("a/pic", "pic.svg")] == ["a/pic.png", "pic.svg"]
 
 
 @pytest.mark.parametrize(("package", "plot"), [("rich.table", None), ("matplotlib.backends.backend_agg", "x.png")])
