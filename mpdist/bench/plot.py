@@ -26,6 +26,9 @@ WIDTH, ROW_HEIGHT = 5.6, 3.3
 MARGIN = 1.3
 """Inches of title, legend and footer."""
 
+FEW_TIMES = 1000
+"""Between times less far apart, powers of ten alone would be few ticks, or none."""
+
 
 class Style:
     """How one contender is drawn, and what it is called."""
@@ -129,6 +132,8 @@ def places_of(ops: int) -> tuple[int, int, list[tuple[Place, Place]]]:
 
 
 def _draw_times(axes: Axes, op: str, cases: Sequence[Case]) -> None:
+    from matplotlib.ticker import LogLocator
+
     for name, style in STYLES.items():
         found = points(cases, name)
         if found:
@@ -145,6 +150,8 @@ def _draw_times(axes: Axes, op: str, cases: Sequence[Case]) -> None:
     axes.set_title(op, fontsize=15, fontweight="bold", loc="left")
     axes.set_title("lower is better", fontsize=9, color="0.4", loc="right")
     axes.set_ylabel("time")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > FEW_TIMES else (1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
     _size_axis(axes, cases)
 

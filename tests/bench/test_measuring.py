@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, line_of, read, with_tuned
 from mpdist.bench.contenders import Bound, as_run
 from mpdist.bench.job import Bench, Task, progress_text
 from mpdist.bench.machine import CAN_PIN, core_for, pin
 from mpdist.bench.operations import Operation, given
-from mpdist.bench.plot import BEST_RAW, barrier_text, places_of, points, tuned_text
+from mpdist.bench.plot import BEST_RAW, _draw_times, barrier_text, places_of, points, tuned_text
 from mpdist.bench.plot import plot as draw
 from mpdist.bench.rounds import (
     FEWEST_ROUNDS,
@@ -228,6 +229,20 @@ def test_plot_is_a_picture_of_every_contender(tmp_path: Path) -> None:
     assert "2 us" in barrier_text(CASES)
     assert tuned_text(CASES) == ""
     assert "a tuned MPI" in tuned_text(with_tuned(CASES, [case("all_reduce", 8, ours=9e-6, now=1e-6)]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ticks"), [((2e-6, 9e-6), ["2 us", "5 us"]), ((1.1e-6, 1.9e-6), []), ((2e-6, 2e-2), ["1 ms"])]
+)
+def test_axis_of_times_has_ticks_also_within_a_decade(seconds: tuple[float, float], ticks: list[str]) -> None:
+    axes = Figure().subplots()
+    _draw_times(axes, "reduce", [case("reduce", 8, ours=seconds[0]), case("reduce", 64, ours=seconds[1])])
+    axes.figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    labels = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    shown = [label.get_text() for at, label in labels if low <= at <= high]
+    assert len(shown) > 1
+    assert set(ticks) <= set(shown)
 
 
 @pytest.mark.parametrize("ops", [1, 2, 3, 4, 9])
