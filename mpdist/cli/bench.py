@@ -19,7 +19,7 @@ from pathlib import Path
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench import gloo, plot, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
-from mpdist.bench.operations import OPERATIONS, PING_PONG
+from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, PING_PONG
 from mpdist.bench.present import present, require
 from mpdist.bench.sizes import parse_sizes, size_text
 from mpdist.bench.tuning import ANCHOR
@@ -229,9 +229,11 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def threshold_text(op: str, nbytes: int) -> str:
-    """`from 4 KiB on`; of what has no size `always` or `never`."""
+    """`from 4 KiB on`, `above 64 KiB`; of what has no size `always` or `never`."""
     if not OPERATIONS[op].has_size:
         return "never" if nbytes else "always"
+    if nbytes % ITEM_BYTES:  # one more than the largest size at which it was measured, and slower
+        return f"above {size_text(nbytes - 1)}"
     return f"from {size_text(nbytes)} on"
 
 

@@ -121,6 +121,7 @@ def test_job_is_started_as_mpdist_run_would() -> None:
 def test_threshold_is_told_in_words() -> None:
     assert [threshold_text("barrier", n) for n in (0, 1)] == ["always", "never"]
     assert threshold_text("reduce", 4096) == "from 4 KiB on"
+    assert threshold_text("reduce", 65537) == "above 64 KiB"
 
 
 @pytest.mark.job
