@@ -184,9 +184,8 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
         UsageError: the file is asked for and cannot be read.
     """
     measured = _measured(Path(path), mpi, ranks, cores) if path else _measured_here(mpi, ranks, cores)
-    known = built_in(mpi)
-    scarce = SHARED_FROM_ON_SCARCE_CORES if ranks > cores else {}
-    shared = {**known["shared"], **scarce, **measured.get("shared", {})}
+    known = built_in(mpi, ranks, cores)
+    shared = {**known["shared"], **measured.get("shared", {})}
     return Thresholds(
         {op: min(nbytes, BUSY_BYTES) for op, nbytes in shared.items()},
         {**known["hierarchical"], **measured.get("hierarchical", {})},
@@ -194,9 +193,10 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
     )
 
 
-def built_in(mpi: str) -> dict[str, Mapping[str, int]]:
-    """The tables above for this family of MPI, by algorithm."""
-    return {"shared": SHARED_FROM.get(mpi, SHARED_FROM["mpich"]), "hierarchical": HIERARCHICAL_FROM}
+def built_in(mpi: str, ranks: int, cores: int) -> dict[str, Mapping[str, int]]:
+    """The tables above for this family of MPI, and so many ranks and cores of a node, by algorithm."""
+    scarce = SHARED_FROM_ON_SCARCE_CORES if ranks > cores else {}
+    return {"shared": {**SHARED_FROM.get(mpi, SHARED_FROM["mpich"]), **scarce}, "hierarchical": HIERARCHICAL_FROM}
 
 
 def default_path() -> Path:

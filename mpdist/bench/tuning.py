@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpdist.algorithms.choose import built_in, default_path
+from mpdist.algorithms.choose import default_path
 from mpdist.bench.case import OURS, RAW_NOW, Case
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, length
 from mpdist.errors import UsageError
@@ -68,19 +68,20 @@ def compare(native: Sequence[Case], other: Sequence[Case]) -> dict[str, tuple[li
     return found
 
 
-def thresholds(native: Sequence[Case], others: Mapping[str, Sequence[Case]], mpi: str) -> Thresholds:
+def thresholds(
+    native: Sequence[Case], others: Mapping[str, Sequence[Case]], known: Mapping[str, Mapping[str, int]]
+) -> Thresholds:
     """The `thresholds` of a table.
 
     Args:
         others: cases measured with another algorithm forced, by its name.
-        mpi: family of the MPI.
+        known: what holds here without a file, by algorithm and operation.
     """
     found: Thresholds = {}
     for algorithm, cases in others.items():
-        known = built_in(mpi)[algorithm]
         for op, (sizes, ratios) in compare(native, cases).items():
-            if op in known:
-                found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios, known[op])
+            if op in known[algorithm]:
+                found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios, known[algorithm][op])
     return found
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
+from mpdist.algorithms.choose import built_in
 from mpdist.bench import gloo, plot, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, PING_PONG
@@ -214,17 +215,13 @@ def tune(options: argparse.Namespace) -> int:
         other = run_forced(options, Path(folder, algorithm), algorithm)
     first = native[0]
     mpi = FAMILIES.get(first.machine["mpi"], "other")
-    found = tuning.thresholds(native, {algorithm: other}, mpi)
-    new = {
-        "mpi": mpi,
-        "ranks": first.machine["local_ranks"],
-        "cores": first.machine["usable_cores"],
-        "thresholds": found,
-    }
+    ranks, cores = first.machine["local_ranks"], first.machine["usable_cores"]
+    found = tuning.thresholds(native, {algorithm: other}, built_in(mpi, ranks, cores))
+    new = {"mpi": mpi, "ranks": ranks, "cores": cores, "thresholds": found}
     tuning.save(path, tuning.replaced(tables, new))
     for op, limits in found.items():
         print(f"{op:15} {algorithm} {threshold_text(op, limits[f'{algorithm}_from'])}")
-    print(f"mpdist bench: written to {path}, for {new['ranks']} ranks on {new['cores']} cores, {new['mpi']}")
+    print(f"mpdist bench: written to {path}, for {ranks} ranks on {cores} cores, {mpi}")
     return 0
 
 

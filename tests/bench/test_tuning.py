@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpdist.algorithms.choose import Algorithm, Layout, choose, read_thresholds
+from mpdist.algorithms.choose import Algorithm, Layout, built_in, choose, read_thresholds
 from mpdist.algorithms.choose import Thresholds as Tables
 from mpdist.bench.case import OURS, Case, Line
 from mpdist.bench.tuning import ANCHOR, compare, cut, load, replaced, save, thresholds, tuning_path
@@ -16,6 +16,8 @@ from mpdist.errors import UsageError
 ROWS_OF_NUMBERS = json.dumps(
     {"version": 1, "tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": 8}}]}
 )
+
+KNOWN = built_in("mpich", 2, 2)
 
 
 def case(op: str, nbytes: int, ours: float, anchor: float) -> Case:
@@ -61,7 +63,7 @@ def test_jobs_are_compared_through_the_anchor() -> None:
     native = [case("all_reduce", 8, 4, 2), case("all_reduce", 64, 8, 4)]
     # the machine is three times slower in this job, but the algorithm twice as fast at 64 bytes
     shared = [case("all_reduce", 64, 12, 12), case("all_reduce", 8, 24, 6), case("all_gather", 8, 1, 1)]
-    assert thresholds(native, {"shared": shared}, "mpich") == {"all_reduce": {"shared_from": 64}}
+    assert thresholds(native, {"shared": shared}, KNOWN) == {"all_reduce": {"shared_from": 64}}
 
 
 def test_sizes_at_which_the_anchor_was_too_slow_are_passed_over() -> None:
@@ -74,12 +76,18 @@ def test_sizes_at_which_the_anchor_was_too_slow_are_passed_over() -> None:
 def test_threshold_counts_one_ranks_input() -> None:
     native = [case("all_gather", 8, 1, 1), case("all_gather", 64, 1, 1)]
     shared = [case("all_gather", 8, 2, 1), case("all_gather", 64, 0.5, 1)]
-    assert thresholds(native, {"shared": shared}, "mpich") == {"all_gather": {"shared_from": 32}}
+    assert thresholds(native, {"shared": shared}, KNOWN) == {"all_gather": {"shared_from": 32}}
+
+
+def test_more_ranks_than_cores_have_a_table_of_their_own() -> None:
+    faster = [case("all_reduce", 64, 0.5, 1)]
+    found = thresholds([case("all_reduce", 64, 1, 1)], {"shared": faster}, built_in("mpich", 4, 2))
+    assert found == {"all_reduce": {"shared_from": 0}}
 
 
 def test_operation_that_has_no_other_algorithm_gets_no_threshold() -> None:
     cases = [case("gather", 8, 1, 1)]
-    assert thresholds(cases, {"hierarchical": cases}, "mpich") == {}
+    assert thresholds(cases, {"hierarchical": cases}, KNOWN) == {}
 
 
 def test_new_table_takes_the_place_of_its_kind_and_keeps_other_operations() -> None:
