@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from mpdist.errors import UsageError
+
+VERSION = 1
+"""Of the file of thresholds."""
+NO_TABLES = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What comes of reading a file that is another."""
+
+Table = dict[str, Any]
 
 
 class Algorithm(Enum):
@@ -183,7 +191,9 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
     Raises:
         UsageError: the file is asked for and cannot be read.
     """
-    measured = _measured(Path(path), mpi, ranks, cores) if path else _measured_here(mpi, ranks, cores)
+    kind = mpi, ranks, cores
+    tables = (table for table in read_tables(path) if (table["mpi"], table["ranks"], table["cores"]) == kind)
+    measured = next((_by_algorithm(table["thresholds"]) for table in tables), {})
     known = built_in(mpi, ranks, cores)
     shared = {**known["shared"], **measured.get("shared", {})}
     return Thresholds(
@@ -205,34 +215,53 @@ def default_path() -> Path:
     return Path(home) / "mpdist" / "tuning.json"
 
 
-def _measured_here(mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
-    """By the file that nobody has asked for: there may be none, or no home, or one that belongs to somebody else."""
+def read_tables(path: str) -> list[Table]:
+    """All tables that a start reads.
+
+    Args:
+        path: as of `read_thresholds`.
+
+    Raises:
+        UsageError: the file is asked for, or there, and cannot be read.
+    """
+    file = Path(path) if path else _own_file()
+    if file is None:
+        return []
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UsageError(
+            f"MPDIST_TUNING is {file}, which is no regular file: name one that `mpdist bench --tune` has written"
+        )
+    try:
+        return tables_of(file)
+    except NO_TABLES as error:
+        raise UsageError(
+            f"the table of thresholds {file} cannot be read ({type(error).__name__}: {error}); {_advice(file)}"
+        ) from error
+
+
+def _own_file() -> Path | None:
+    """The file that nobody has asked for: there may be none, or no home, or one that belongs to somebody else."""
     try:
         path = default_path()
         if not path.is_file():  # a pipe would be waited for
-            return {}
+            return None
         with path.open("rb"):
-            pass
+            return path
     except (OSError, RuntimeError):
-        return {}
-    return _measured(path, mpi, ranks, cores)
+        return None
 
 
-def _measured(path: Path, mpi: str, ranks: int, cores: int) -> dict[str, dict[str, int]]:
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(
-            f"MPDIST_TUNING is {path}, which is no regular file: name one that `mpdist bench --tune` has written"
-        )
-    try:
-        tables = json.loads(path.read_text())["tables"]
-        for table in tables:
-            if (table["mpi"], table["ranks"], table["cores"]) == (mpi, ranks, cores):
-                return _by_algorithm(table["thresholds"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UsageError(
-            f"the table of thresholds {path} cannot be read ({type(error).__name__}: {error}); {_advice(path)}"
-        ) from error
-    return {}
+def tables_of(path: Path) -> list[Table]:
+    """The tables of a file; raises one of NO_TABLES if it is not what `mpdist bench --tune` writes."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["version"] != VERSION:
+        raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
+    tables: list[Table] = document["tables"]
+    for table in tables:
+        _by_algorithm(table["thresholds"])
+        if missing := {"mpi", "ranks", "cores"} - set(table):
+            raise KeyError(*sorted(missing))
+    return tables
 
 
 def _advice(path: Path) -> str:
@@ -248,4 +277,6 @@ def _by_algorithm(thresholds: Mapping[str, Mapping[str, int]]) -> dict[str, dict
         for algorithm, table in found.items():
             if row.get(f"{algorithm}_from") is not None:
                 table[op] = int(row[f"{algorithm}_from"])
+                if table[op] < 0:
+                    raise ValueError(f"{algorithm}_from of {op} is {table[op]}, which is no size")
     return found

@@ -13,18 +13,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mpdist.algorithms.choose import default_path
+from mpdist.algorithms.choose import NO_TABLES, VERSION, Table, default_path, tables_of
 from mpdist.bench.case import OURS, RAW_NOW, Case
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, length
 from mpdist.errors import UsageError
 
 ANCHOR = RAW_NOW
-VERSION = 1
 
 Thresholds = dict[str, dict[str, int]]
-Table = dict[str, Any]
 
 
 def cut(sizes: Sequence[int], ratios: Sequence[float], known: int) -> int:
@@ -138,18 +135,12 @@ def load(path: Path) -> list[Table]:
     if not path.is_file():
         raise UsageError(f"mpdist bench --tune: {path} is no regular file; name another by MPDIST_TUNING")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        tables: list[Table] = document["tables"]
-        for table in tables:
-            _kind(table), [dict(row) for row in table["thresholds"].values()]
-        if document["version"] != VERSION:
-            raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return tables_of(path)
+    except NO_TABLES as error:
         raise UsageError(
             f"{path} is no tuning file that could be added to ({type(error).__name__}: {error}); remove it, or name "
             "another by MPDIST_TUNING"
         ) from error
-    return tables
 
 
 def save(path: Path, tables: Sequence[Table]) -> None:

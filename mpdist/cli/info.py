@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from mpdist.algorithms.choose import default_path
+from mpdist.algorithms.choose import default_path, read_tables
 from mpdist.cli.job import ranks_text
 from mpdist.cli.launcher import Launcher, core_count, find_launcher
 from mpdist.cli.segments import SHARED_MEMORY
@@ -45,7 +45,7 @@ GIB = 1024**3
 
 
 def info(options: argparse.Namespace) -> int:
-    """Carry out `mpdist info`: 0 if MPI works and is launched as it should be, else 1."""
+    """Carry out `mpdist info`: 0 if MPI works, is launched as it should be, and nothing else stops a start; else 1."""
     launched = launched_as(os.environ)
     problem = _problem_of_place()
     is_first = launched is None or launched.rank == 0 or problem is not None
@@ -60,7 +60,7 @@ def info(options: argparse.Namespace) -> int:
     report["MPI"] = {"problem": problem} if problem else _mpi_or_problem(launcher, is_first)
     if is_first:
         print(json.dumps(report, indent=2) if options.json else as_text({"MPI": report["MPI"]}), flush=True)
-    return 1 if "problem" in report["MPI"] else 0
+    return 1 if "problem" in report["MPI"] or "problem" in report["installation"] else 0
 
 
 def _problem_of_place() -> str | None:
@@ -92,6 +92,7 @@ def installation() -> Section:
         **{name: version(name) for name in PACKAGES},
         "CuPy": next((version(name) for name in CUPY if version(name) != "-"), "-"),
         "tuning table": tuning_table(os.environ),
+        **tuning_problem(os.environ),
     }
 
 
@@ -103,6 +104,15 @@ def tuning_table(environ: Mapping[str, str]) -> str:
         return str(path) if path.exists() else "-"
     except (OSError, RuntimeError):  # a home that cannot be searched, or none: no start reads it either
         return "-"
+
+
+def tuning_problem(environ: Mapping[str, str]) -> Section:
+    """Why every start refuses the tuning table, as a `problem`; empty if none does."""
+    try:
+        read_tables(environ.get(variable("tuning")) or "")
+    except UsageError as error:
+        return {"problem": str(error)}
+    return {}
 
 
 def version(package: str) -> str:

@@ -192,13 +192,15 @@ def test_a_home_where_nothing_can_be_found_has_no_table(monkeypatch: pytest.Monk
     assert read_thresholds("auto", "", "mpich", 2, 2).shared == SHARED_FROM["mpich"]
 
 
+def file_of(thresholds: str) -> str:
+    return f'{{"version": 1, "tables": [{{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {thresholds}}}]}}'
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "no json", "[]", "{}", '{"tables": 3}', '{"tables": [{}]}', '{"tables": [3]}',
-     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": {"shared_from": "many"}}}]}',
-     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": {"reduce": {"shared_from": 1e999}}}]}',
-     '{"tables": ' + "[" * 100_000,
-     '{"tables": [{"mpi": "mpich", "ranks": 2, "cores": 2, "thresholds": [1]}]}'],
+    ["", "no json", "[]", "{}", '{"version": 99, "tables": []}',
+     *(f'{{"version": 1, "tables": {tables}' for tables in ("3}", "[{}]}", "[3]}", "[" * 100_000)),
+     *(file_of(f'{{"reduce": {{"shared_from": {value}}}}}') for value in ('"many"', "1e999", "-1")), file_of("[1]")],
 )  # fmt: skip
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_broken_file_is_refused_with_its_path(tmp_path: Path, text: str, is_named: bool) -> None:

@@ -21,6 +21,7 @@ from mpdist.cli.info import (
     mpi_section,
     place_text,
     sharing_text,
+    tuning_problem,
     tuning_table,
     ulfm_text,
     variables,
@@ -136,6 +137,18 @@ def test_tuning_table_is_named_where_there_is_one(tmp_path: Path, monkeypatch: p
     assert tuning_table({"MPDIST_TUNING": str(own)}) == "-"
     own.touch()
     assert tuning_table({"MPDIST_TUNING": str(own)}) == str(own)
+
+
+def test_tuning_table_that_no_start_can_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert tuning_problem({}) == {}
+    assert "FileNotFoundError" in tuning_problem({"MPDIST_TUNING": str(tmp_path / "gone")})["problem"]
+    default = tmp_path / "mpdist" / "tuning.json"
+    default.parent.mkdir()
+    default.write_text('{"version": 1, "tables": []}')
+    assert tuning_problem({}) == {}
+    default.write_text('{"version": 2, "tables": []}')
+    assert str(default) in tuning_problem({})["problem"]
 
 
 def test_text_is_aligned() -> None:
