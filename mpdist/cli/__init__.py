@@ -119,7 +119,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
     add("--sizes", metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
     add("--factor", type=_factor, help="from one size to the next (default 4; with --tune 2)")
-    add("-n", "-np", "--ranks", type=_positive, default=2, metavar="N", help="number of ranks (default 2)")
+    add("-n", "-np", "--ranks", type=_positive, metavar="N", help="number of ranks (default 2)")
     add(
         "--rivals", metavar="RIVAL,...",
         help="raw: mpi4py, blocking and not; tuned: the same in a second job whose MPI is tuned for one node; gloo: "

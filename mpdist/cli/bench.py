@@ -63,6 +63,7 @@ class Defaults:
 
 
 COMPARE = Defaults("8..64M", 4, 0.5)
+RANKS = 2
 TUNE = Defaults("8..16M", 2, 0.2)
 # Ranks share the cores: a pool of threads in each only gets in the way.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -83,10 +84,14 @@ def names(text: str, known: Sequence[str], what: str) -> list[str]:
 
 def bench(options: argparse.Namespace) -> int:
     """Carry out `mpdist bench`; returns the exit status."""
+    refuse_empty(options)
+    launched = launched_as(os.environ)
     if options.tune:
         refuse_beside_tune(options)
-    launched = launched_as(os.environ)
-    options.ops = ops_of(options, launched.size if launched else options.ranks)
+    if launched is not None:
+        refuse_under_launcher(options)
+    options.ranks = launched.size if launched else options.ranks or RANKS
+    options.ops = ops_of(options, options.ranks)
     options.rivals = names(options.rivals, RIVALS, "--rivals") if options.rivals else default_rivals()
     default = TUNE if options.tune else COMPARE
     options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
@@ -118,6 +123,40 @@ def ops_of(options: argparse.Namespace, ranks: int) -> list[str]:
     return ops
 
 
+def refuse_empty(options: argparse.Namespace) -> None:
+    """An empty word, often that of a variable that is not set, does not mean that the option is not given.
+
+    Raises:
+        UsageError: one is empty.
+    """
+    for name in ("ops", "sizes", "rivals", "json", "plot", "mpiexec", "hostfile"):
+        if getattr(options, name) == "":
+            raise UsageError(f"mpdist bench --{name} is empty; say what it is to be, or leave it out")
+
+
+def refuse_under_launcher(options: argparse.Namespace) -> None:
+    """What is for the start of jobs means nothing in one that a launcher has started.
+
+    Raises:
+        UsageError: it is given.
+    """
+    given = {
+        "--tune": options.tune,
+        "-n": options.ranks,
+        "--mpi": options.mpi != "auto",
+        "--mpiexec": options.mpiexec,
+        "--hostfile": options.hostfile,
+        "--launcher-arg": options.launcher_arg,
+        "--rivals tuned": "tuned" in (options.rivals or ""),
+    }
+    found = next((option for option, value in given.items() if value), None)
+    if found:
+        raise UsageError(
+            f"mpdist bench {found} is for jobs that it starts by itself, and this is a rank of a job; leave it out, or "
+            "start mpdist bench without a launcher"
+        )
+
+
 def refuse_beside_tune(options: argparse.Namespace) -> None:
     """Options that mean nothing for `--tune` are not passed over in silence.
 
@@ -141,8 +180,6 @@ class JobFailed(Exception):
 
 def run_rank(options: argparse.Namespace) -> int:
     """As a rank of a job that a launcher has started."""
-    if options.tune:
-        raise UsageError("mpdist bench --tune starts its jobs by itself, as each forces another algorithm: use -n N")
     from mpdist.bench.job import Task, run_job
     from mpdist.runtime import run
 
@@ -177,8 +214,11 @@ def compare(options: argparse.Namespace) -> int:
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         cases = run_job_of(options, Path(folder, "default"), contenders_of(options.rivals))
-        if "tuned" in options.rivals:
-            tuning = TUNINGS.get(cases[0].machine["mpi"], {})
+        mpi = cases[0].machine["mpi"]
+        if "tuned" in options.rivals and mpi not in TUNINGS:
+            print(f"mpdist bench: no tuning of {mpi} is known, so there is no second job", file=sys.stderr, flush=True)
+        elif "tuned" in options.rivals:
+            tuning = TUNINGS[mpi]
             print(f"mpdist bench: again, with {shown(tuning)}", file=sys.stderr, flush=True)
             try:
                 cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
@@ -201,7 +241,7 @@ def default_rivals() -> list[str]:
 
 def shown(variables: Mapping[str, str]) -> str:
     """`A=1 B=2`."""
-    return " ".join(f"{name}={value}" for name, value in variables.items()) or "no tuning known for this MPI"
+    return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def tune(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -55,12 +56,34 @@ def test_names_are_checked() -> None:
         ["--tune", "--plot", "x.png"],
         ["--tune", "--rivals", "raw"],
         ["--tune", "-n", "1"],
+        *([f"--{name}", ""] for name in ("sizes", "rivals", "json", "plot", "mpiexec", "hostfile")),
         ["-n", "1", "--ops", "barrier,ping-pong"],
     ],
 )
 def test_mistake_is_one_line_and_starts_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tune"],
+        ["-n", "2"],
+        ["--mpi", "mpich"],
+        ["--mpiexec", "x"],
+        ["--hostfile", "x"],
+        ["--launcher-arg=x"],
+        ["--rivals", "raw,tuned"],
+    ],
+)
+def test_rank_of_a_job_starts_no_other(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", *arguments]) == 2
+    assert "is for jobs that it starts by itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,6 +173,7 @@ def test_second_job_that_fails_loses_nothing_of_the_first(tmp_path: Path, monkey
         "date": "2026", "pinned_to": [0, 1],
     }  # fmt: skip
     first = Case("barrier", 0, 2, 1, {OURS: line, RAW_NOW: line}, machine)
+    unknown = replace(first, machine={**machine, "mpi": "other"})
 
     def run_job_of(options: object, results: Path, *_: object) -> list[Case]:
         if results.name == "tuned":
@@ -160,6 +184,8 @@ def test_second_job_that_fails_loses_nothing_of_the_first(tmp_path: Path, monkey
     file = str(tmp_path / "x.jsonl")
     assert main(["bench", "--ops", "barrier", "--rivals", "raw,tuned", "--json", file]) == 7
     assert read(file) == [first]
+    first = unknown  # nothing is known about it, so there is no second job
+    assert main(["bench", "--ops", "barrier", "--rivals", "raw,tuned"]) == 0
 
 
 @pytest.mark.job
