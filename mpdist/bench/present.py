@@ -43,7 +43,7 @@ def _require_writable(option: str, path: Path) -> None:
             f"mpdist bench {option} {path} can't be written: {error.strerror}; name another file"
         ) from error
     if is_new:
-        path.unlink()
+        path.resolve().unlink()  # of a link to nowhere what it names, not the link
 
 
 def present(cases: Sequence[Case], json: str | None, picture: str | None) -> None:

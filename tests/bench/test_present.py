@@ -20,6 +20,13 @@ def test_what_can_be_presented_passes_and_leaves_no_file(tmp_path: Path) -> None
     assert (tmp_path / "old.jsonl").read_text() == "kept\n"
 
 
+def test_link_to_a_file_that_is_not_there_yet_is_kept(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("new.jsonl")
+    require(["barrier"], str(link), None)
+    assert list(tmp_path.iterdir()) == [link]
+
+
 @pytest.mark.parametrize(("json", "plot"), [("gone/x.jsonl", None), (None, "gone/x.png"), (".", None)])
 def test_file_that_cannot_be_written_is_refused(json: str | None, plot: str | None, tmp_path: Path) -> None:
     paths = [path and str(tmp_path / path) for path in (json, plot)]
