@@ -143,9 +143,8 @@ def compare(case: str, mpi: str, ours: np.ndarray, theirs: np.ndarray, target: f
     return Result(case, 2, mpi, a, b, "ms", a / b, float(low), float(high), len(ours), target)
 
 
-def groups_of(comm: mpdist.Communicator) -> dict[str, Any]:
-    """torch's process groups to compare with."""
-    folder = tempfile.mkdtemp() if comm.rank == 0 else None
+def groups_of(comm: mpdist.Communicator, folder: str | None) -> dict[str, Any]:
+    """torch's process groups to compare with; they meet in rank 0's folder."""
     path = Path(comm.broadcast_object(folder, src=0).wait()) / "store"
     dist.init_process_group("gloo", store=dist.FileStore(str(path), comm.size), rank=comm.rank, world_size=comm.size)
     groups = {"gloo": dist.group.WORLD}
@@ -159,7 +158,8 @@ def groups_of(comm: mpdist.Communicator) -> dict[str, Any]:
 
 def run_sides(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Result]:
     """All models on this rank, every side in turn."""
-    groups = groups_of(comm)
+    folder = tempfile.TemporaryDirectory() if comm.rank == 0 else None
+    groups = groups_of(comm, folder.name if folder else None)
     found: list[Result] = []
     for name, case in CASES.items():
         if options.models not in name:
@@ -171,6 +171,9 @@ def run_sides(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Re
         sides["mpdist"].model.close()
     comm.barrier().wait()
     dist.destroy_process_group()
+    comm.barrier().wait()
+    if folder:
+        folder.cleanup()
     return found
 
 
