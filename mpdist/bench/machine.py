@@ -49,6 +49,11 @@ def processor() -> str:
     return next(names, platform.machine())
 
 
+def memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def today() -> str:
     """Date and time in UTC, to the minute."""
     return datetime.now(UTC).isoformat(timespec="minutes")

@@ -75,7 +75,7 @@ def plan(seconds_each: Mapping[str, float], seconds: float) -> Plan:
         for name, each in seconds_each.items()
     }
     one_round = sum(seconds_each[name] * count for name, count in repetitions.items())
-    return Plan(repetitions, min(max(int(seconds / one_round), MIN_ROUNDS), MAX_ROUNDS))
+    return Plan(repetitions, max(int(min(seconds / one_round, MAX_ROUNDS)), MIN_ROUNDS))
 
 
 async def measure(

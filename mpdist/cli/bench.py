@@ -20,6 +20,7 @@ from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.algorithms.choose import built_in
 from mpdist.bench import gloo, plot, tuning
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, append, read, with_tuned
+from mpdist.bench.machine import memory
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, PING_PONG
 from mpdist.bench.present import present, require
 from mpdist.bench.sizes import parse_sizes, size_text
@@ -93,8 +94,12 @@ def bench(options: argparse.Namespace) -> int:
     options.ranks = launched.size if launched else options.ranks or RANKS
     options.ops = ops_of(options, options.ranks)
     options.rivals = names(options.rivals, RIVALS, "--rivals") if options.rivals else default_rivals()
+    if "gloo" in options.rivals and not gloo.is_installed():
+        raise Unavailable("mpdist bench --rivals gloo: torch is not installed: pip install 'mpdist[torch]'")
     default = TUNE if options.tune else COMPARE
     options.sizes = parse_sizes(options.sizes or default.sizes, options.factor or default.factor)
+    if not options.hostfile:
+        refuse_beyond(memory(), options.sizes)
     options.seconds = options.seconds or default.seconds
     options.plot = plot.with_suffix(options.plot) if options.plot else None
     if launched is not None:
@@ -157,6 +162,18 @@ def refuse_under_launcher(options: argparse.Namespace) -> None:
         )
 
 
+def refuse_beyond(limit: int, sizes: Sequence[int]) -> None:
+    """No array of a rank can be larger than the machine's memory.
+
+    Raises:
+        UsageError: one would be.
+    """
+    if sizes[-1] > limit:
+        raise UsageError(
+            f"mpdist bench --sizes: {size_text(sizes[-1])} is more than this machine's memory, {size_text(limit)}"
+        )
+
+
 def refuse_beside_tune(options: argparse.Namespace) -> None:
     """Options that mean nothing for `--tune` are not passed over in silence.
 
@@ -209,8 +226,6 @@ def refusal_of(options: argparse.Namespace) -> MpdistError | None:
 def compare(options: argparse.Namespace) -> int:
     """Measure mpdist and its rivals; MPI with its own settings, then tuned. A second job that fails loses no first."""
     require(options.ops, options.json, options.plot)
-    if "gloo" in options.rivals and not gloo.is_installed():
-        raise Unavailable("mpdist bench --rivals gloo: torch is not installed: pip install 'mpdist[torch]'")
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         cases = run_job_of(options, Path(folder, "default"), contenders_of(options.rivals))

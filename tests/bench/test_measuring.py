@@ -89,6 +89,7 @@ def test_plan_fills_the_time_within_its_limits() -> None:
     short = plan({"a": 1e-7, "b": 1e-3}, 1.0)
     assert short.repetitions == {"a": MAX_REPETITIONS, "b": 2}
     assert short.rounds == MAX_ROUNDS
+    assert plan({"a": 1e-7}, 1e308).rounds == MAX_ROUNDS
     long = plan({"a": 0.5, "b": 1.0}, 1.0)
     assert (long.repetitions, long.rounds) == ({"a": 1, "b": 1}, MIN_ROUNDS)
 

@@ -47,6 +47,7 @@ def test_names_are_checked() -> None:
         ["--ops", "x"],
         ["--ops", ""],
         ["--sizes", "x"],
+        ["--sizes", "9999999999G"],
         ["--rivals", "raw,"],
         ["--json", "/gone/x.jsonl"],
         ["--plot", "/gone/x.png"],
@@ -84,6 +85,17 @@ def test_rank_of_a_job_starts_no_other(
         monkeypatch.setenv(name, value)
     assert main(["bench", *arguments]) == 2
     assert "is for jobs that it starts by itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_gloo_without_torch_is_told(
+    is_rank: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpdist.bench.gloo.is_installed", lambda: False)
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "2"}.items() if is_rank else ():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--rivals", "gloo"]) == 2
+    assert "torch is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
