@@ -22,11 +22,34 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, Side, is_rank, launch, mpi_name, publish, summary  # beside this script
+from measure import (  # beside this script
+    Result,
+    Side,
+    is_rank,
+    launch,
+    mpi_name,
+    positive,
+    publish,
+    require,
+    require_writable,
+    summary,
+)
 
 import mpdist
 
 KIB, MIB = 1024, 1024**2
+
+PING_PONGS = {
+    f"ping-pong {text} / raw Send, Recv": nbytes
+    for text, nbytes in (("8 B", 8), ("32 KiB", 32 * KIB), ("64 KiB", 64 * KIB), ("64 MiB", 64 * MIB))
+}
+SMALL = "all_reduce of an 8-byte torch tensor / Allreduce of it"
+CROWDS = {
+    f"message beside 10 000 {what} / beside 100": what for what in ("outstanding receives", "unexpected messages")
+}
+WAITING, WAKING = "waiting 1 s for a message: processor time / time", "waiting: wake-up / of a FIFO"
+FOUR_RANKS = "1 MiB all_reduce + barrier, 4 ranks on 2 cores / raw"
+CASES = (*PING_PONGS, SMALL, *CROWDS, WAITING, WAKING, FOUR_RANKS)
 
 
 class Bench:
@@ -62,27 +85,25 @@ class Bench:
     async def two_ranks(self) -> AsyncIterator[Result]:
         by_mpi = {"MPICH": 1.8, "Open MPI": 4.0}[mpi_name()]
         stretch = {"MPICH": 1.5, "Open MPI": 3.3}[mpi_name()]
-        for nbytes, number, target, best in (
-            (8, 2000, by_mpi, stretch),
-            (32 * KIB, 500, 1.6, None),
-            (64 * KIB, 300, 1.6, None),
-            (64 * MIB, 3, 1.05, None),
+        for (case, nbytes), number, target, best in zip(
+            PING_PONGS.items(), (2000, 500, 300, 3), (by_mpi, 1.6, 1.6, 1.05), (stretch, None, None, None), strict=True
         ):
-            if self.wants(case := f"ping-pong {_size(nbytes)} / raw Send, Recv"):
+            if self.wants(case):
                 yield await self.compare(case, *self.ping_pong(nbytes), number, target=target, stretch=best)
-        if self.wants(case := "all_reduce of an 8-byte torch tensor / Allreduce of it"):
-            yield await self.compare(case, *self.small_all_reduce(), 1000, target=0.6, stretch=0.4)
-        for what in ("outstanding receives", "unexpected messages"):
-            if self.wants(case := f"message beside 10 000 {what} / beside 100"):
+        if self.wants(SMALL):
+            yield await self.compare(SMALL, *self.small_all_reduce(), 1000, target=0.6, stretch=0.4)
+        for case, what in CROWDS.items():
+            if self.wants(case):
                 yield await self.crowded(case, what)
-        if self.wants("waiting"):
+        if self.wants(WAITING):
             yield await self.waiting_cpu()
+        if self.wants(WAKING):
             yield await self.wake_up()
 
     async def four_ranks(self) -> AsyncIterator[Result]:
         target = {"MPICH": 1.2, "Open MPI": 1.6}[mpi_name()]
-        if self.wants(case := "1 MiB all_reduce + barrier, 4 ranks on 2 cores / raw"):
-            yield await self.compare(case, *self.reduce_and_barrier(), 20, target=target, stretch=0.5)
+        if self.wants(FOUR_RANKS):
+            yield await self.compare(FOUR_RANKS, *self.reduce_and_barrier(), 20, target=target, stretch=0.5)
 
     async def compare(
         self, case: str, ours: Side, theirs: Side, number: int, *, target: float, stretch: float | None = None
@@ -218,7 +239,7 @@ class Bench:
                 shares.append((time.process_time() - cpu) / (time.perf_counter() - start))
         shares = await world.broadcast_object(shares, src=1)
         return summary(
-            "waiting 1 s for a message: processor time / time", shares, [1.0] * len(shares),
+            WAITING, shares, [1.0] * len(shares),
             ranks=2, mpi=mpi_name(), unit="s", target=0.04, stretch=0.01,
         )  # fmt: skip
 
@@ -254,7 +275,7 @@ class Bench:
             os.rmdir(os.path.dirname(path))
         ours, theirs = await world.broadcast_object((ours[2:], theirs[2:]), src=1)
         return summary(
-            "waiting: wake-up / of a FIFO", ours, theirs, ranks=2, mpi=mpi_name(), target=1.5
+            WAKING, ours, theirs, ranks=2, mpi=mpi_name(), target=1.5
         )  # fmt: skip
 
     def reduce_and_barrier(self) -> tuple[Side, Side]:
@@ -280,13 +301,6 @@ class Bench:
         return ours, theirs
 
 
-def _size(nbytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
-
-
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
     results = await Bench(world, options).run()
     if world.rank == 0 and results:
@@ -295,12 +309,14 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     arguments = parser.parse_args()
     if is_rank():
         mpdist.run(main, arguments)
     else:
+        require(arguments.only, "--only", CASES)
+        require_writable(arguments.json)
         for ranks in (2, 4):
             launch(__file__, ranks)

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, show  # beside this script
+from measure import Result, lines, mpi_name, positive, require, require_writable, show  # beside this script
 from models import CASES, Case
 
 import mpdist
@@ -212,6 +212,8 @@ def worst(launches: list[list[Result]]) -> list[Result]:
 
 def launch(options: argparse.Namespace) -> None:
     """Start this script on 2 ranks, again and again, and on 2 hosts."""
+    require(options.models, "--models", CASES)
+    require_writable(options.json)
     command = [sys.executable, "-m", "mpdist", "run", "-n", "2", __file__]
     results = worst([started(command, options, "sides") for _ in range(options.launches)])
     tool = os.environ.get("MPDIST_FAKECLUSTER")
@@ -246,8 +248,8 @@ def started(command: list[str], options: argparse.Namespace, side: str) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--launches", type=positive, default=3)
+    parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--models", default="", help="only models whose name has this in it")
     parser.add_argument("--json", type=Path, help="also write the lines there")
     options = parser.parse_args()

@@ -6,13 +6,15 @@ itself says little: only ratios of times from the same run are compared.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -93,6 +95,34 @@ def rank_environ() -> dict[str, str]:
 def is_rank() -> bool:
     """Whether this process is one of them, and not the one that starts them."""
     return _RANK in os.environ
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def require(word: str, option: str, known: Iterable[str]) -> None:
+    """Find out before anything is measured whether a word chooses any case; ends the process if not."""
+    names = list(known)
+    if not any(word in name for name in names):
+        raise SystemExit(f"{option} {word!r} is in none of: {'; '.join(names)}")
+
+
+def require_writable(path: str | Path | None) -> None:
+    """The same of the file that --json names, if it does; what wasn't there is not left behind."""
+    if path is None:
+        return
+    is_new = not os.path.exists(path)
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise SystemExit(f"--json {path} can't be written: {error.strerror}") from None
+    if is_new:
+        os.unlink(os.path.realpath(path))
 
 
 def launch(script: str, ranks: int) -> None:

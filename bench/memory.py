@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, show  # beside this script
+from measure import Result, lines, mpi_name, positive, require, require_writable, show  # beside this script
 
 SIDES = ("mpdist", "torch")
 TARGET = 1.05
@@ -108,9 +108,12 @@ def launch(options: argparse.Namespace) -> None:
     """Each side in a job of its own."""
     from models import CASES
 
+    names = [name for name in CASES if "tiny" not in name]
+    require(options.models, "--models", names)
+    require_writable(options.json)
     results = []
-    for name in CASES:
-        if options.models not in name or "tiny" in name:
+    for name in names:
+        if options.models not in name:
             continue
         mib = {side: started(side, name, options.steps) for side in SIDES}
         ours, theirs = (sum(mib[side]) / len(mib[side]) for side in SIDES)
@@ -139,7 +142,7 @@ def started(side: str, name: str, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--models", default="", help="only models whose name has this in it")
     parser.add_argument("--json", type=Path, help="also write the lines there")
     options = parser.parse_args()

@@ -46,7 +46,9 @@ def verdict(row: Row) -> str:
 
 
 def main() -> None:
-    first, second = (by_case(path) for path in sys.argv[1:3])
+    if len(sys.argv) != 3:
+        raise SystemExit((__doc__ or "").strip())
+    first, second = (by_case(path) for path in sys.argv[1:])
     print("| what / against what | ranks | MPICH | target | times | Open MPI | target | times |")
     print("|---|---|---|---|---|---|---|---|")
     for case in dict.fromkeys([*first, *second]):
