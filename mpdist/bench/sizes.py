@@ -6,6 +6,8 @@ import re
 
 from mpdist.errors import UsageError
 
+# With three digits, what is as near to 1000 is 1000.
+ROUNDED_UP = 0.9995
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -42,13 +44,18 @@ def size_text(nbytes: int) -> str:
     """`64 KiB`; whole numbers where they are exact."""
     for unit in ("G", "M", "K"):
         if nbytes >= UNITS[unit]:
-            return f"{nbytes / UNITS[unit]:.3g} {unit}iB"
+            return f"{three_digits(nbytes / UNITS[unit])} {unit}iB"
     return f"{nbytes} B"
 
 
 def time_text(seconds: float) -> str:
     """`4.69 us`, `12.3 ms`."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
+        if seconds >= ROUNDED_UP * unit:
+            return f"{three_digits(seconds / unit)} {name}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def three_digits(value: float) -> str:
+    """Of 1000 and more all digits before the point."""
+    return f"{value:.3g}" if value < 1000 * ROUNDED_UP else f"{value:.0f}"

@@ -79,3 +79,5 @@ def test_wrong_sizes_are_refused(text: str) -> None:
 def test_sizes_and_times_have_units() -> None:
     assert [size_text(n) for n in (8, 65536, 3 * 2**19)] == ["8 B", "64 KiB", "1.5 MiB"]
     assert [time_text(t) for t in (1.234e-6, 0.0123, 2)] == ["1.23 us", "12.3 ms", "2 s"]
+    assert [size_text(n * 1024) for n in (999, 1000, 1023)] == ["999 KiB", "1000 KiB", "1023 KiB"]
+    assert [time_text(t) for t in (999.4e-6, 999.9e-6, 0.9999, 1234)] == ["999 us", "1 ms", "1 s", "1234 s"]
