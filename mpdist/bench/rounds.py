@@ -1,4 +1,4 @@
-"""Rounds: contenders take turns, round by round, and every result is checked.
+"""Rounds: contenders take turns, round by round; results are checked before and after.
 
 The machine may be shared, and its cores far apart for whole runs: only times of
 the same rounds are compared. A round of a contender is as many repetitions as

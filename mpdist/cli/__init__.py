@@ -112,8 +112,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Time of each operation by size, by mpdist and by its rivals in turn, in one run, every result checked. Sizes "
-        "and bandwidths are those of nccl-tests. Starts its ranks itself, or is started by a launcher."
+        "Time of each operation by size, by mpdist and by its rivals in turn, in one run, results checked before and "
+        "after. Sizes and bandwidths are those of nccl-tests. Starts its ranks itself, or is started by a launcher."
     )
     add = parser.add_argument
     add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
