@@ -125,10 +125,11 @@ class Bench:
     def ping_pong(self, nbytes: int) -> tuple[Side, Side]:
         """There and back."""
         world, comm, peer = self.world, self.comm, self.peer
-        x = np.full(nbytes // 8, float(world.rank))
+        x = np.full(nbytes // 8, world.rank + 1.0)
         y = np.empty_like(x)
 
         async def ours(number: int) -> float:
+            y.fill(0)
             start = time.perf_counter()
             if world.rank == 0:
                 for _ in range(number):
@@ -139,10 +140,11 @@ class Bench:
                     await world.recv(y, peer, 1)
                     await world.send(x, peer, 1)
             taken = time.perf_counter() - start
-            assert y[0] == y[-1] == peer
+            assert np.all(y == peer + 1)
             return taken
 
         async def theirs(number: int) -> float:
+            y.fill(0)
             start = time.perf_counter()
             if world.rank == 0:
                 for _ in range(number):
@@ -152,9 +154,16 @@ class Bench:
                 for _ in range(number):
                     comm.Recv(y, peer, 1)
                     comm.Send(x, peer, 1)
-            return time.perf_counter() - start
+            taken = time.perf_counter() - start
+            assert np.all(y == peer + 1)
+            return taken
 
         return ours, theirs
+
+    def check_sum(self, x: np.ndarray) -> None:
+        """Each rank has given its number, from 1 on. Afterwards x is zero: it stays so however often it is reduced."""
+        assert np.all(x == self.world.size * (self.world.size + 1) / 2), x
+        x.fill(0)
 
     def small_all_reduce(self) -> tuple[Side, Side]:
         try:
@@ -168,14 +177,20 @@ class Bench:
             start = time.perf_counter()
             for _ in range(number):
                 await world.all_reduce(x)
-            return time.perf_counter() - start
+            taken = time.perf_counter() - start
+            x.fill_(world.rank + 1)
+            await world.all_reduce(x)
+            self.check_sum(x.numpy())
+            return taken
 
         async def theirs(number: int) -> float:
             start = time.perf_counter()
             for _ in range(number):
                 comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.SUM)
             taken = time.perf_counter() - start
-            assert x.item() == 0
+            x.fill_(world.rank + 1)
+            comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.SUM)
+            self.check_sum(x.numpy())
             return taken
 
         return ours, theirs
@@ -288,7 +303,9 @@ class Bench:
                 await world.all_reduce(x)
                 await world.barrier()
             taken = time.perf_counter() - start
-            assert x[0] == x[-1] == 0
+            x.fill(world.rank + 1)
+            await world.all_reduce(x)
+            self.check_sum(x)
             return taken
 
         async def theirs(number: int) -> float:
@@ -296,7 +313,11 @@ class Bench:
             for _ in range(number):
                 comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.SUM)
                 comm.Barrier()
-            return time.perf_counter() - start
+            taken = time.perf_counter() - start
+            x.fill(world.rank + 1)
+            comm.Allreduce(self.MPI.IN_PLACE, x, self.MPI.SUM)
+            self.check_sum(x)
+            return taken
 
         return ours, theirs
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ def size_text(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"
+
+
+@dataclass
+class Checked:
+    """A case whose result is known.
+
+    Attributes:
+        source, result: tensors.
+        expected: values of equal parts of the result, if each rank's source holds its number, from 1 on.
+    """
+
+    name: str
+    op: Op
+    source: Tensor
+    result: Tensor
+    expected: list[float]
 
 
 class Nothing(dist.ProcessGroup):
@@ -127,8 +144,8 @@ class Bench:
         yield from self.all_reduce(25 * MIB, torch.bfloat16, 3, 0.35)
         for nbytes, number in ((4, 500), (4 * KIB, 300), (64 * KIB, 200), (MIB, 50), (25 * MIB, 3)):
             yield from self.all_reduce(nbytes, torch.float32, number, 0.5, is_async=True)
-        for case, op in self.moves(16 * MIB):
-            yield from self.wanted(case, lambda case=case, op=op: self.compare(case, op, 4, 0.4))  # type: ignore[misc]
+        for move in self.moves(16 * MIB):
+            yield from self.wanted(move.name, lambda move=move: self.checked(move, 4, 0.4))  # type: ignore[misc]
         for batch, target in ((64, 0.85), (8, 0.65)):
             yield from self.wanted(
                 case := f"DDP step, 10 M parameters, batch {batch}",
@@ -149,27 +166,42 @@ class Bench:
             else:
                 dist.all_reduce(x, group=group)
 
-        def make() -> Result:
-            for group in (self.ours, self.theirs):
-                x.fill_(1)
-                op(group)
-                assert x[0].item() == x[-1].item() == self.size
-            x.zero_()
-            return self.compare(case, op, number, target)
+        total = self.size * (self.size + 1) / 2
+        yield from self.wanted(case, lambda: self.checked(Checked(case, op, x, x, [total]), number, target))
 
-        yield from self.wanted(case, make)
+    def checked(self, case: Checked, number: int, target: float) -> Result:
+        """Compare the times, and check the results of both groups before and after."""
+        self.check(case)
+        result = self.compare(case.name, case.op, number, target)
+        self.check(case)
+        return result
 
-    def moves(self, nbytes: int) -> Iterator[tuple[str, Op]]:
+    def check(self, case: Checked) -> None:
+        """Each rank gives its number, from 1 on. Afterwards the arrays are zero: sums stay so."""
+        for group in (self.ours, self.theirs):
+            case.result.fill_(-1)
+            case.source.fill_(self.rank + 1)
+            case.op(group)
+            parts = case.result.chunk(len(case.expected))
+            assert all(part.eq(value).all() for part, value in zip(parts, case.expected, strict=True)), case.name
+            case.source.zero_()
+            case.result.zero_()
+
+    def moves(self, nbytes: int) -> Iterator[Checked]:
         whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // self.size)
         text = size_text(nbytes)
         other = torch.zeros_like(whole)
         # torch 2.13 renamed them
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        yield f"broadcast {text}", lambda group: dist.broadcast(whole, 0, group=group)
-        yield f"all_gather_into_tensor {text}", lambda group: all_gather(whole, part, group=group)
-        yield f"reduce_scatter_tensor {text}", lambda group: reduce_scatter(part, whole, group=group)
-        yield f"all_to_all_single {text}", lambda group: dist.all_to_all_single(other, whole, group=group)
+        each = [1.0 + rank for rank in range(self.size)]
+        for name, op, source, result, expected in (
+            ("broadcast", lambda group: dist.broadcast(whole, 0, group=group), whole, whole, [1.0]),
+            ("all_gather_into_tensor", lambda group: all_gather(whole, part, group=group), part, whole, each),
+            ("reduce_scatter_tensor", lambda group: reduce_scatter(part, whole, group=group), whole, part, [sum(each)]),
+            ("all_to_all_single", lambda group: dist.all_to_all_single(other, whole, group=group), whole, other, each),
+        ):
+            yield Checked(f"{name} {text}", op, source, result, expected)
 
     def ddp(self, case: str, batch: int, target: float) -> Result:
         def model(group: Any) -> nn.Module:
