@@ -1,6 +1,6 @@
 """Child: a job that a command starts and waits for. What would end the command ends the job first.
 
-The job is in a process group of its own: a terminal sends ^C to the command alone,
+The job is in a session of its own, as mpiexec is in `mpdist run`: a terminal sends ^C to the command alone,
 which passes it on once; of a second one `mpdist run` would stop the job at once.
 """
 
@@ -51,7 +51,7 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> int:
             process.send_signal(number)
 
     with handled_by(pass_on):
-        process = subprocess.Popen(command, env=environ, process_group=0)
+        process = subprocess.Popen(command, env=environ, start_new_session=True)
         for number in heard:
             process.send_signal(number)
         status = process.wait()
