@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, show, summary  # beside this script
+from measure import Result, lines, mpi_name, positive, require_writable, show, summary  # beside this script
 from models import mlp
 
 import mpdist.torch.work
@@ -255,7 +255,7 @@ def launch(ranks: int, options: argparse.Namespace, out: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--json", help="write one JSON object a line here, too")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--on-rank", action="store_true", help=argparse.SUPPRESS)
@@ -266,12 +266,15 @@ def main() -> None:
         return
     import json
 
+    require_writable(options.json)
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "results")
         for ranks in (2, 1):
             launch(ranks, options, out)
         text = Path(out).read_text()
     results = [Result(**json.loads(line)) for line in text.splitlines()]
+    if not results:
+        raise SystemExit(f"--only {options.only!r} is in the name of no case")
     show(results)
     if options.json:
         Path(options.json).write_text(text)
