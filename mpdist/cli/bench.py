@@ -238,7 +238,7 @@ def compare(options: argparse.Namespace) -> int:
             try:
                 cases = with_tuned(cases, run_job_of(options, Path(folder, "tuned"), TUNED_JOB, tuning))
             except (JobFailed, Ended) as failed:
-                print("mpdist bench: failed; what follows is without it", file=sys.stderr, flush=True)
+                print("mpdist bench: no times of a tuned MPI, for its job failed", file=sys.stderr, flush=True)
                 status = failed.status
     present(cases, options.json, options.plot)
     return status
