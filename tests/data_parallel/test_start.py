@@ -6,13 +6,14 @@ import copy
 import gc
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel.pairs import mlp, wrapped
-from torch import nn
+from data_parallel.pairs import inputs, mlp, wrapped
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist import CollectiveMismatch, Communicator, UsageError
@@ -241,3 +242,26 @@ def test_the_type_may_change_between_two_steps(comm: Communicator) -> None:
                 model(torch.full((4, 6), comm.rank + 1.0, dtype=dtype)).sum().backward()
                 assert net.weight.grad.dtype == dtype
                 assert net.weight.grad[0, 0].item() == pytest.approx(4 * (comm.size + 1) / 2)
+
+
+def grow(buffer: Tensor) -> None:
+    buffer.resize_(buffer.numel() + 2)
+
+
+def retype(buffer: Tensor) -> None:
+    buffer.data = buffer.data.double() if buffer.dtype is torch.float32 else buffer.data.float()
+
+
+@pytest.mark.parametrize("change", [grow, retype])
+def test_a_buffer_may_get_another_shape_or_type_in_place(comm: Communicator, change: Callable[[Tensor], None]) -> None:
+    """As the observers of torch's quantization do in their first forward."""
+    net = nn.BatchNorm1d(4)
+    net.register_buffer("extra", torch.zeros(2, dtype=torch.float64))
+    extra = net.get_buffer("extra")
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            with torch.no_grad():
+                change(extra)
+                extra.fill_(number + comm.rank + 1 / 3)
+            model(inputs(comm, number, (5, 4), torch.float32)).sum().backward()
+            assert torch.equal(extra, torch.full_like(extra, number + 1 / 3))

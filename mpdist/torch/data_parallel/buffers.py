@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,20 +57,28 @@ def fault_of(tensor: Tensor) -> str:
     return ""
 
 
+Layout: TypeAlias = tuple[torch.dtype, torch.Size, torch.device]
+
+
 class Buffers:
     """A list of buffers, and the messages in which they travel: one for each device."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._tensors: list[Tensor] = []
+        self._layouts: list[Layout] = []
         self._messages: list[Message] = []
 
     def broadcast(self, tensors: Sequence[Tensor], src: int) -> None:
-        """Give all ranks the buffers of rank `src`; `tensors` are read anew, as a buffer may have been reassigned."""
+        """Give all ranks the buffers of rank `src`.
+
+        `tensors` are read anew: a buffer may have been reassigned, or changed by `.resize_()` or `.data = ...`.
+        """
         if not tensors:
             return
-        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._tensors = list(tensors)
+        layouts = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+        if layouts != self._layouts or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._tensors, self._layouts = list(tensors), layouts
             devices = dict.fromkeys(tensor.device for tensor in tensors)
             self._messages = [Message(self._comm, [x for x in tensors if x.device == device]) for device in devices]
         for message in self._messages:
