@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel.pairs import inputs, mlp, wrapped
+from data_parallel.pairs import both, inputs, mlp, wrapped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
@@ -265,3 +265,27 @@ def test_a_buffer_may_get_another_shape_or_type_in_place(comm: Communicator, cha
                 extra.fill_(number + comm.rank + 1 / 3)
             model(inputs(comm, number, (5, 4), torch.float32)).sum().backward()
             assert torch.equal(extra, torch.full_like(extra, number + 1 / 3))
+
+
+class Marked(nn.Module):
+    """A parameter and buffers that are the conjugate or the negative of what lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(3, dtype=torch.complex128)
+        self.weight = nn.Parameter(values.conj())
+        self.register_buffer("conjugate", values.conj())
+        self.register_buffer("negative", values.conj().imag)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight * self.conjugate * self.negative).abs().mean()
+
+
+def test_conjugates_and_negatives_are_broadcast(comm: Communicator, gloo: dist.ProcessGroup) -> None:
+    both(comm, Marked, lambda model, optimizer, x, number: model(x).backward(), shape=(4, 3))
+    torch.manual_seed(comm.rank)
+    with wrapped(Marked(), comm) as model:
+        torch.manual_seed(0)
+        expected = Marked()
+        for mine, first in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
+            assert torch.equal(mine.resolve_conj().resolve_neg(), first.resolve_conj().resolve_neg())

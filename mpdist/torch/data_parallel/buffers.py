@@ -110,12 +110,23 @@ class Message:
     def broadcast(self, src: int) -> None:
         """Give all ranks those of rank `src`."""
         # Backward may still need the values from before; it is torch's own way to leave them to chance here.
+        copy = _copy_each if any(map(_is_marked, self._tensors)) else torch._foreach_copy_
         with torch.no_grad(), _with_their_versions(self._tensors):
             if self._comm.rank == src:
-                torch._foreach_copy_(self._views, self._tensors)
+                copy(self._views, self._tensors)
             finish(self._comm.broadcast(self._flat, src=src))
             if self._comm.rank != src:
-                torch._foreach_copy_(self._tensors, self._views)
+                copy(self._tensors, self._views)
+
+
+def _copy_each(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.copy_(source)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether its values are the conjugate or the negative of what lies in memory, which torch's list copy refuses."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _with_their_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
