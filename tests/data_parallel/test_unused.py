@@ -74,6 +74,21 @@ def test_accumulated_gradient_of_a_parameter_unused_in_the_last_part_counts(comm
     both(comm, Branches, step, options=FIND)
 
 
+@pytest.mark.parametrize("options", [FIND, {**FIND, "gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
+def test_a_parameter_that_no_rank_uses_keeps_the_gradient_it_had(comm: Communicator, options: dict[str, Any]) -> None:
+    net = Branches()
+    net.layers["e"] = nn.Embedding(5, 6, sparse=True, dtype=torch.float64)
+    idle = [*net.layers["d"].parameters(), *net.layers["e"].parameters()]
+    earlier = [torch.full_like(parameter, comm.rank + 1.0) for parameter in idle]
+    earlier[-1] = earlier[-1].to_sparse(1)
+    with wrapped(net, comm, **options) as model:
+        for parameter, gradient in zip(idle, earlier, strict=True):
+            parameter.grad = gradient.clone()
+        for number in range(3):
+            model(inputs(comm, number, (4, 6), torch.float64), "abc").square().mean().backward()
+            assert_equal([parameter.grad for parameter in idle], earlier, 0)
+
+
 def test_one_rank_uses_no_parameter_at_all(comm: Communicator) -> None:
     """Its backward ends in its input, and it takes part with zeros."""
     net, copy = Branches(), Branches()

@@ -217,6 +217,7 @@ class Reducer:
         self.is_active = True
         _running.add(self)
         self._is_absent = is_absent
+        self.unused.begin()
         self.step += 1
         self._is_closing = False
         self._started = 0
@@ -252,8 +253,9 @@ class Reducer:
     def ready(self, slot: Slot) -> None:
         """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
         if not self.is_active:
-            if not self.is_expected:
-                return  # no_sync(): gradients only accumulate
+            if not self.is_expected:  # no_sync(): gradients only accumulate
+                self.unused.touched.add(slot)
+                return
             self._begin_with(slot)
         slot.fired += 1
         if self.streams is not None:
@@ -388,8 +390,9 @@ class Reducer:
         assert slot.bucket is not None
         if self._is_absent or (slot.parameter.grad is None and not slot.fired):
             slot.bucket.enter_nothing(slot)
-        else:
-            slot.bucket.enter(slot)
+            return
+        self.unused.keep(slot)
+        slot.bucket.enter(slot)
 
     def _close(self) -> None:
         self._is_closing = True
@@ -448,8 +451,10 @@ class Reducer:
             change.check(self.comm, self._all, changed, self.hook is not None)
         for bucket in self.buckets:
             bucket.leave()
-        for slot in self.slots:
-            if slot.is_sparse:
+        sparse_slots = [slot for slot in self.slots if slot.is_sparse]
+        used = self._notes.used() if sparse_slots else []
+        for slot in sparse_slots:
+            if used[slot.index]:
                 sparse.average(self.comm, slot, self.divisor, self._is_absent)
         if not self._is_absent:
             self._compare_forwards(self._notes.forwards())

@@ -9,7 +9,9 @@ gradient stays as it was. With `static_graph` the first backward decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
 
 from mpdist.errors import UsageError
 from mpdist.torch.data_parallel import mistakes
@@ -30,6 +32,7 @@ class Unused:
         is_static: `static_graph`.
         find_replaced: the first of these parameters whose name in the module is another's now.
         learned_of: so many ranks had inputs when the static graph was learned; 0 before.
+        touched: they got a gradient in no_sync() since the last average.
     """
 
     def __init__(self, is_allowed: bool, is_static: bool, where: str) -> None:
@@ -38,6 +41,8 @@ class Unused:
         self._where = where
         self.learned_of = 0
         self.find_replaced: Callable[[Sequence[Slot]], str | None] = lambda slots: None
+        self.touched: set[Slot] = set()
+        self._kept: dict[Slot, Tensor] = {}
         self._static: list[int] = []
         self._looked_up: set[Slot] = set()
 
@@ -57,13 +62,26 @@ class Unused:
 
     def has_gradient(self, slot: Slot) -> bool:
         """Whether this rank has a gradient; with find_unused_parameters one from an earlier no_sync() counts."""
-        return slot.parameter.grad is not None if self.is_allowed else slot.fired > 0
+        if not self.is_allowed:
+            return slot.fired > 0
+        return slot.parameter.grad is not None and (slot.fired > 0 or slot in self.touched)
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._kept.clear()
+
+    def keep(self, slot: Slot) -> None:
+        """Remember a gradient that this rank has from before, until it is known whether a rank uses the parameter."""
+        if not slot.fired and slot not in self.touched and slot.parameter.grad is not None:
+            self._kept[slot] = slot.parameter.grad.clone()
 
     def settle(self, slots: Sequence[Slot], notes: Notes, ranks: int, is_absent: bool) -> None:
         """After the sum: gradients of parameters that some rank used, and errors for those that none may miss."""
+        self.touched.clear()
         if notes.are_all_used(ranks) and not (self.is_allowed or self.is_static or is_absent):
             return
         used = notes.used()
+        self._put_back(slots, used)
         if not is_absent:
             self._check_replaced([slot for slot in slots if not slot.fired])
         if self.is_static:
@@ -73,6 +91,12 @@ class Unused:
             if missed:
                 raise self._missed(missed, ranks, is_absent)
         _give([slot for slot, ranks_using in zip(slots, used, strict=True) if ranks_using], is_absent)
+
+    def _put_back(self, slots: Sequence[Slot], used: list[int]) -> None:
+        for slot, ranks_using in zip(slots, used, strict=True):
+            if not ranks_using and slot in self._kept:
+                cast(Tensor, slot.parameter.grad).copy_(self._kept[slot])
+        self._kept.clear()
 
     def _check_replaced(self, unused: Sequence[Slot]) -> None:
         """Raise where what this rank trains instead of one of these is not averaged."""
