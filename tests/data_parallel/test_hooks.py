@@ -25,6 +25,7 @@ HOOKS = {
     "all_reduce": (lambda: None, default_hooks.allreduce_hook, 1e-12),
     "fp16": (lambda: None, default_hooks.fp16_compress_hook, 1e-4),  # rounded in another order on 3 ranks
     "powerSGD": (power_state, powerSGD_hook.powerSGD_hook, 1e-6),
+    "fp16 wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 1e-4),
 }
 
 
@@ -72,6 +73,25 @@ def test_bucket_is_what_torch_documents(comm: Communicator) -> None:
         assert all(torch.all(p.grad == 3) for p in net.parameters())
         with pytest.raises(RuntimeError, match="only be called once"):
             model.register_comm_hook(None, hook)
+
+
+def test_buffer_that_a_hook_sets_takes_the_place_of_the_buckets(comm: Communicator) -> None:
+    def inner(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        assert bucket.buffer().dtype is torch.float16
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.dtype is torch.float16
+            assert gradient.shape == parameter.shape
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(torch.ones_like(bucket.buffer()))
+        return future
+
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(inner))
+        for _ in range(3):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            for parameter in net.parameters():
+                assert torch.equal(parameter.grad, torch.ones_like(parameter))
 
 
 def test_hook_with_unused_parameters(comm: Communicator) -> None:

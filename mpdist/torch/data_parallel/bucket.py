@@ -61,6 +61,7 @@ class Bucket:
         self.dtype = flat.dtype
         # A hook may resize what it gets (batched PowerSGD does), which a part of something larger can't.
         self._gradients = flat if flat.numel() == starts[-1] else flat[: starts[-1]]
+        self._hooks_own: Tensor | None = None  # what the hook has put in its place
         self.tail = self.flat[starts[-1] :]
         self._starts = starts
         for slot, start in zip(slots, starts, strict=False):
@@ -83,7 +84,7 @@ class Bucket:
         """Be empty for a new step, whose sum is to be divided."""
         self._return_views()
         self.missing = len(self.slots)
-        self.work = self.future = None
+        self.work = self.future = self._hooks_own = None
         self.started_at = self.done_at = 0.0
         self.late.clear()
         self._scale = 1.0
@@ -183,6 +184,7 @@ class Bucket:
 
     def take(self, result: Any) -> None:
         """Copy the result of a hook into its place, if it is elsewhere."""
+        self._hooks_own = None
         if isinstance(result, list | tuple):
             result = result[0]
         if result.data_ptr() != self._gradients.data_ptr():
@@ -208,13 +210,16 @@ class Bucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        return self._gradients
+        return self._gradients if self._hooks_own is None else self._hooks_own
 
     def set_buffer(self, buffer: Tensor) -> None:
-        self._gradients.copy_(buffer)
+        self._hooks_own = buffer
 
     def gradients(self) -> list[Tensor]:
-        return [cast(Tensor, slot.view) for slot in self.slots]
+        own = self._hooks_own
+        if own is None:
+            return [cast(Tensor, slot.view) for slot in self.slots]
+        return [_view(own, start, slot.parameter) for slot, start in zip(self.slots, self._starts, strict=False)]
 
     def parameters(self) -> list[Tensor]:
         return [slot.parameter for slot in self.slots]
