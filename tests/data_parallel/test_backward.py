@@ -82,6 +82,23 @@ def test_gradient_ready_twice_is_named(comm: Communicator, steps: int) -> None:
             model(torch.ones(4, 6).double()).sum().backward()
 
 
+def test_view_behind_a_checkpoint_may_be_changed_in_place(comm: Communicator) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = mlp(6, 8), mlp(8, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.last, self.first(x), use_reentrant=True).view(-1)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        model(x).mul_(2).square().mean().backward()
+        optimizer.step()
+
+    both(comm, Net, step)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_whole_module_in_a_checkpoint(comm: Communicator, use_reentrant: bool) -> None:
     net, copy = mlp(6, 10, 3), mlp(6, 10, 3)

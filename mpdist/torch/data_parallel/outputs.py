@@ -92,11 +92,19 @@ def watch(output: Any, entered: Callable[[], object]) -> Entrance:
         if not tensor.requires_grad:
             continue
         entrance = Entrance.WATCHED
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda gradients: entered())
-        else:
+        if tensor.grad_fn is None:
             _watch_leaf(tensor, entered)
+            continue
+        _watch_node(tensor.grad_fn, entered)
+        # A view that is changed in place gets another node, and backward comes to that of its base.
+        base = tensor._base if tensor._is_view() else None
+        if base is not None and base.grad_fn is not None:
+            _watch_node(base.grad_fn, entered)
     return entrance if search.is_complete or entrance is Entrance.WATCHED else Entrance.UNKNOWN
+
+
+def _watch_node(node: Any, entered: Callable[[], object]) -> None:
+    node.register_prehook(lambda gradients: entered())
 
 
 def _watch_leaf(tensor: Tensor, entered: Callable[[], object]) -> None:
