@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 from mpdist import Communicator, UsageError
-from mpdist.torch.data_parallel.outputs import LOOKED_AT, Search, tensors_in
+from mpdist.torch.data_parallel.outputs import LOOKED_AT, Entrance, Search, tensors_in, watch
 
 FIND = {"find_unused_parameters": True}
 
@@ -120,6 +121,22 @@ def test_gradients_in_no_sync_stay_local_after_an_output_without_any(comm: Commu
             model.zero_grad()
             net.loss.backward()
         assert_equal([net.net[0].weight.grad], [expected])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_tensor_of_every_output_is_watched_once(is_view: bool) -> None:
+    y = torch.ones(3, requires_grad=True) * 2
+    y = y.view(-1) if is_view else y
+    entries: list[int] = []
+    enter, leave = partial(entries.append, 1), partial(entries.append, -1)
+    for _ in range(3):
+        assert watch(y, enter) is watch(y, leave) is Entrance.WATCHED
+    for _ in range(2):
+        entries.clear()
+        y.sum().backward(retain_graph=True)
+        assert sorted(set(entries)) == [-1, 1]
+        assert len(entries) == (4 if is_view else 2)
 
 
 def test_tensors_come_in_order() -> None:

@@ -27,6 +27,10 @@ CLOSED_TYPES = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, parti
 LOOKED_AT = 1000
 
 
+# Under this a node of the graph keeps what is called when backward enters by it.
+WATCHERS = "mpdist_watchers"
+
+
 class Entrance(Enum):
     """Where backward enters."""
 
@@ -104,6 +108,11 @@ def watch(output: Any, entered: Callable[[], object]) -> Entrance:
 
 
 def _watch_node(node: Any, entered: Callable[[], object]) -> None:
+    """Once: a module may return a tensor of a graph that it keeps, in each forward."""
+    watchers = node.metadata.setdefault(WATCHERS, [])
+    if entered in watchers:
+        return
+    watchers.append(entered)
     node.register_prehook(lambda gradients: entered())
 
 
