@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from data_parallel.pairs import both, inputs, mlp, wrapped
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist import CollectiveMismatch, Communicator, UsageError
@@ -289,3 +290,22 @@ def test_conjugates_and_negatives_are_broadcast(comm: Communicator, gloo: dist.P
         expected = Marked()
         for mine, first in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
             assert torch.equal(mine.resolve_conj().resolve_neg(), first.resolve_conj().resolve_neg())
+
+
+def with_optimizer(net: nn.Module) -> nn.Module:
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    return net
+
+
+def test_optimizers_in_backward_are_refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"weight, of the parameters, has an optimizer in backward.*step\(\) after"):
+        DistributedDataParallel(with_optimizer(nn.Linear(2, 2)), comm)
+    if comm.size > 1:
+        net = nn.Linear(2, 2)
+        with pytest.raises(CollectiveMismatch, match=r"weight float32 \(2, 2\) with an optimizer in backward on rank"):
+            DistributedDataParallel(net if comm.rank else with_optimizer(net), comm)
+    net = nn.Linear(2, 2)
+    with wrapped(net, comm) as model:
+        with_optimizer(net)
+        with pytest.raises(UsageError, match="weight, of the parameters, has an optimizer"):
+            model(torch.ones(1, 2)).sum().backward()

@@ -27,7 +27,7 @@ def compare(comm: Communicator, what: str, tensors: Named) -> None:
 
     Raises:
         CollectiveMismatch: on all ranks, if names, shapes, strides, layouts or dtypes differ between them.
-        UsageError: on all ranks, if some have a layout that is not broadcast.
+        UsageError: on all ranks, if some have a layout that is not broadcast, or an optimizer in backward.
     """
     hold(check_descriptions(comm, what, [describe(name, tensor) for name, tensor in tensors]))
     # What is refused shows in the descriptions, so that from here on all ranks refuse it or none.
@@ -37,20 +37,34 @@ def compare(comm: Communicator, what: str, tensors: Named) -> None:
 
 
 def refusals(what: str, tensors: Named) -> list[str]:
-    """Why some tensors are not broadcast, and what to do, in words."""
-    faults = [(name, fault_of(tensor)) for name, tensor in tensors]
+    """Why some tensors are not broadcast or not trained, and what to do, in words."""
+    faults = [(name, fault_of(tensor) or _optimizer_fault(tensor)) for name, tensor in tensors]
     return [f"{name}, of the {what}, {fault}" for name, fault in faults if fault]
 
 
+def _optimizer_fault(tensor: Tensor) -> str:
+    if not _has_optimizer(tensor):
+        return ""
+    return (
+        "has an optimizer in backward, of torch's _apply_optimizer_in_backward(), which would step with this rank's "
+        "own gradient instead of the mean: leave that out, and call optimizer.step() after backward"
+    )
+
+
+def _has_optimizer(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "_in_backward_optimizers", None))
+
+
 def describe(name: str, tensor: Tensor) -> str:
-    """`fc.weight float32 (10, 64)`; strides or layout, and device only where they are unusual."""
+    """`fc.weight float32 (10, 64)`; what else is unusual is said, too."""
     if is_sparse(tensor):
         strides = f" {str(tensor.layout).removeprefix('torch.')}"
     else:
         strides = "" if tensor.is_contiguous() else f" strides {tuple(tensor.stride())}"
     frozen = " frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
+    optimizer = " with an optimizer in backward" if _has_optimizer(tensor) else ""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
-    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}{where}{frozen}"
+    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}{where}{frozen}{optimizer}"
 
 
 def broadcast(comm: Communicator, tensors: Sequence[Tensor], src: int) -> None:
