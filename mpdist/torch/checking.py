@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+from torch.nn.parameter import is_lazy
 
 from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
@@ -105,6 +106,7 @@ def _differences(comm: Communicator, module: nn.Module, is_wrapped: bool) -> Ite
             continue
         if not is_wrapped:
             yield from refusals(what, [(name, tensor) for name, tensor in named if name not in ignored])
+        named = [(name, tensor) for name, tensor in named if not is_lazy(tensor)]
         different = _different_values(comm, [tensor for _, tensor in named])
         if different:
             names = ", ".join(named[index][0] for index, _ in different[:NAMED])
@@ -148,7 +150,7 @@ def _batch_norm(comm: Communicator, module: nn.Module, batch: Any) -> Iterator[s
 
 def _samples(batch: Any) -> int:
     """Samples in a batch; 0 where it has no tensor."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
+    return next((tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()), 0)
 
 
 def _lengths(comm: Communicator, loader: Any) -> Iterator[str]:
@@ -229,12 +231,15 @@ def _digest(tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         for part in _parts(tensor.detach()):
             if not part.is_meta:
-                state.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                plain = part.cpu().resolve_conj().resolve_neg()
+                state.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(state.digest(), "little", signed=True)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor, or the indices and values of a sparse one."""
+    """The tensor, or the indices and values of a sparse one, or what is nested in it."""
+    if tensor.is_nested:
+        return tuple(part for each in tensor.unbind() for part in _parts(each))
     if not is_sparse(tensor):
         return (tensor,)
     listed = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]  # torch's

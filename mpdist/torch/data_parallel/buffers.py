@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parameter import is_lazy
 
 from mpdist.errors import UsageError
 from mpdist.torch.data_parallel.bucket import empty
@@ -42,6 +43,8 @@ def is_sparse(tensor: Tensor) -> bool:
 
 def fault_of(tensor: Tensor) -> str:
     """Why a tensor cannot be broadcast, and what to do; empty if it can."""
+    if is_lazy(tensor):
+        return "is not initialised yet: run a forward of the module before it is wrapped"
     if is_sparse(tensor):
         return (
             f"is sparse ({tensor.layout}), and only dense tensors are broadcast: register it dense, or its indices and "

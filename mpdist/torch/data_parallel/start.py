@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from mpdist.errors import UsageError
 from mpdist.gradients.agreement import check_descriptions
@@ -57,6 +58,8 @@ def _has_optimizer(tensor: Tensor) -> bool:
 
 def describe(name: str, tensor: Tensor) -> str:
     """`fc.weight float32 (10, 64)`; what else is unusual is said, too."""
+    if is_lazy(tensor):
+        return f"{name} not initialised"
     if is_sparse(tensor):
         strides = f" {str(tensor.layout).removeprefix('torch.')}"
     else:
