@@ -88,7 +88,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) with the mean and variance of all ranks, and its gradient."""
+    """(x - mean) / sqrt(variance + eps) with the mean and variance of all ranks, and its gradient.
+
+    Halves give float32: they are rounded once, after weight and bias.
+    """
 
     @staticmethod
     def forward(
@@ -112,9 +115,9 @@ class _Normalise(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         normalised = centred * scale.view(channels)
         ctx.save_for_backward(normalised, scale, count)
-        ctx.group, ctx.channels, ctx.axes = group, channels, axes
+        ctx.group, ctx.channels, ctx.axes, ctx.dtype = group, channels, axes, x.dtype
         ctx.mark_non_differentiable(mean, variance, count)
-        return normalised.to(x.dtype), mean, variance, count
+        return normalised, mean, variance, count
 
     @staticmethod
     @leave_alone
@@ -136,7 +139,7 @@ class _Normalise(torch.autograd.Function):
         result: Tensor = (gradient - plain.view(ctx.channels) - normalised * along.view(ctx.channels)) * scale.view(
             ctx.channels
         )
-        return result.to(given.dtype)
+        return result.to(ctx.dtype)
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

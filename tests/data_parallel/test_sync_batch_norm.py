@@ -53,6 +53,20 @@ def test_it_needs_no_process_group(comm: Communicator, no_group: None, is_named:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_halves_are_rounded_once(comm: Communicator) -> None:
+    alone = nn.BatchNorm1d(6).double()
+    with torch.no_grad():
+        alone.weight.fill_(3)
+        alone.bias.fill_(1)
+    synced = convert_sync_batchnorm(copy.deepcopy(alone).bfloat16(), comm)
+    x = batches(comm.size).bfloat16()
+    mine = own(comm, x).clone().requires_grad_()
+    got = synced(mine)
+    (gradient,) = torch.autograd.grad(got.square().sum(), mine)
+    assert got.dtype is gradient.dtype is torch.bfloat16
+    torch.testing.assert_close(got.double(), own(comm, alone(x.double())), rtol=2**-8 * 1.01, atol=1e-5)
+
+
 @pytest.mark.ranks(3)
 def test_a_communicator_of_some_ranks(comm: Communicator) -> None:
     part = comm.split(color=comm.rank // 2).wait()
