@@ -127,3 +127,17 @@ def test_gloo_is_not_a_group_to_average_over(comm: Communicator) -> None:
 
     with pytest.raises(UsageError, match="backend 'gloo'"):
         DistributedDataParallel(mlp(6, 3), process_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_register_builtin_comm_hook", (dist.BuiltinCommHookType.ALLREDUCE,)),
+        ("_register_accum_grad_hook", ()),
+        ("_register_buffer_comm_hook", (None, print)),
+        ("_distributed_broadcast_coalesced", ([torch.zeros(2)], 1024, 0)),
+    ],
+)
+def test_what_needs_torchs_own_reducer_is_refused(comm: Communicator, name: str, arguments: tuple[Any, ...]) -> None:
+    with wrapped(mlp(6, 3), comm) as model, pytest.raises(UsageError, match=rf"{name}\(\) is for torch's own"):
+        getattr(model, name)(*arguments)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
@@ -349,6 +349,18 @@ class DistributedDataParallel(TorchDataParallel):
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()
+
+    def _register_builtin_comm_hook(self, *args: object, **kwargs: object) -> NoReturn:
+        raise options.refused_method("_register_builtin_comm_hook")
+
+    def _register_accum_grad_hook(self, *args: object, **kwargs: object) -> NoReturn:
+        raise options.refused_method("_register_accum_grad_hook")
+
+    def _distributed_broadcast_coalesced(self, *args: object, **kwargs: object) -> NoReturn:
+        raise options.refused_method("_distributed_broadcast_coalesced")
+
+    def _register_buffer_comm_hook(self, *args: object, **kwargs: object) -> NoReturn:
+        raise options.refused_method("_register_buffer_comm_hook")
 
     def __repr__(self) -> str:
         return f"DistributedDataParallel(over {self.comm.size} ranks of '{self.comm.name}',\n{self.module!r})"

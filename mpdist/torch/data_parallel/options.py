@@ -1,4 +1,4 @@
-"""Options: what torch's class takes and ours does not, or does anyway."""
+"""Options: what torch's class takes or has and ours does not, or does anyway."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ REFUSED = {
     "param_to_hook_all_reduce": "gradients are averaged within the backward that makes them",
     "skip_all_reduce_unused_params": "freeze what is never used: requires_grad_(False)",
 }
+
+# The same for methods, which need torch's own reducer.
+REFUSED_METHODS = {
+    "_register_builtin_comm_hook": "take register_comm_hook() with one of torch's default_hooks",
+    "_register_accum_grad_hook": "gradients are averaged without it",
+    "_distributed_broadcast_coalesced": "take the broadcast of .comm",
+    "_register_buffer_comm_hook": "say broadcast_buffers=False, and reduce buffers yourself",
+}
+
+
+def refused_method(name: str) -> UsageError:
+    """What a call of it raises."""
+    return UsageError(f"{name}() is for torch's own DistributedDataParallel only: {REFUSED_METHODS[name]}")
 
 
 def check(options: Mapping[str, object]) -> None:
