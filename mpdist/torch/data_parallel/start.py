@@ -39,17 +39,17 @@ def compare(comm: Communicator, what: str, tensors: Named) -> None:
 
 def refusals(what: str, tensors: Named) -> list[str]:
     """Why some tensors are not broadcast or not trained, and what to do, in words."""
-    faults = [(name, fault_of(tensor) or _optimizer_fault(tensor)) for name, tensor in tensors]
-    return [f"{name}, of the {what}, {fault}" for name, fault in faults if fault]
-
-
-def _optimizer_fault(tensor: Tensor) -> str:
-    if not _has_optimizer(tensor):
-        return ""
-    return (
-        "has an optimizer in backward, of torch's _apply_optimizer_in_backward(), which would step with this rank's "
-        "own gradient instead of the mean: leave that out, and call optimizer.step() after backward"
-    )
+    faults = [(name, fault_of(tensor)) for name, tensor in tensors]
+    refused = [f"{name}, of the {what}, {fault}" for name, fault in faults if fault]
+    stepping = [name for name, tensor in tensors if _has_optimizer(tensor)]
+    if stepping:
+        others = f" and {len(stepping) - 1} more" if len(stepping) > 1 else ""
+        refused.append(
+            f"{stepping[0]}{others}, of the {what}: an optimizer in backward, of torch's "
+            "_apply_optimizer_in_backward(), would step with this rank's own gradient instead of the mean; leave that "
+            "out, and call optimizer.step() after backward"
+        )
+    return refused
 
 
 def _has_optimizer(tensor: Tensor) -> bool:
