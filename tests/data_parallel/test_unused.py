@@ -79,9 +79,9 @@ def test_a_parameter_that_no_rank_uses_keeps_the_gradient_it_had(comm: Communica
     net = Branches()
     net.layers["e"] = nn.Embedding(5, 6, sparse=True, dtype=torch.float64)
     idle = [*net.layers["d"].parameters(), *net.layers["e"].parameters()]
-    earlier = [torch.full_like(parameter, comm.rank + 1.0) for parameter in idle]
-    earlier[-1] = earlier[-1].to_sparse(1)
     with wrapped(net, comm, **options) as model:
+        earlier = [torch.full_like(parameter, comm.rank + 1.0) for parameter in idle]
+        earlier[-1] = earlier[-1].to_sparse(1)
         for parameter, gradient in zip(idle, earlier, strict=True):
             parameter.grad = gradient.clone()
         for number in range(3):
