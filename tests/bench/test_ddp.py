@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-import ddp  # beside the other benchmarks
-import measure
+with pytest.MonkeyPatch.context() as patch:  # else its memory.py is taken for the folder of tests
+    patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "bench"), *sys.path])
+    import ddp  # beside the other benchmarks
+    import measure
 
 
 def compared(theirs: list[float]) -> Any:

@@ -53,6 +53,7 @@ def test_it_needs_no_process_group(comm: Communicator, no_group: None, is_named:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.ranks(2, 3)
 def test_halves_are_rounded_once(comm: Communicator) -> None:
     alone = nn.BatchNorm1d(6).double()
     with torch.no_grad():
