@@ -2,11 +2,12 @@
 
     python bench/model.py [FILE.jsonl ...] [--local 2] [--step 0.5]
 
-FILEs are written by `mpdist bench --json`; without one it measures 2, 3 and 4
-ranks itself, and, with MPDIST_FAKECLUSTER naming a program that makes several
-hosts on one machine, 2 hosts with 1 and with 2 ranks each. Fitted are only the
-runs of 2 ranks; how far off the predictions are for all others is printed, then
-what follows for 2 to 1024 nodes.
+FILEs are written by `mpdist bench --json`, where MPDIST_ALGORITHM=shared: else some
+of the times are those of MPI's own calls. Without one it measures 2, 3 and 4 ranks
+itself, and, with MPDIST_FAKECLUSTER naming a program that makes several hosts on
+one machine, 2 hosts with 1 and with 2 ranks each. Fitted are only the runs of 2
+ranks; how far off the predictions are for all others is printed, then what follows
+for 2 to 1024 nodes.
 """
 
 from __future__ import annotations
@@ -47,13 +48,20 @@ GRADIENTS = (25 * 10**6, 500 * 10**6)
 # About two thirds of a step are the backward pass, during which gradients are averaged.
 HIDDEN = 2 / 3
 FAKE = "MPDIST_FAKECLUSTER"
-# Below, mpdist may take MPI's own call, and the time is not that of shared memory.
+# With these mpdist takes its own algorithms for all sizes, between nodes the hierarchical ones.
+FORCED = {"MPDIST_ALGORITHM": "shared"}
+# Below, Python's own steps are most of the time.
 SHARED_FROM = parse_size("64K")
 OPS = "ping_pong,all_reduce,all_gather,reduce_scatter"
 
 
 def layout_of(case: Case) -> Layout:
     return Layout(case.nodes, case.ranks // case.nodes)
+
+
+def is_forced(case: Case) -> bool:
+    """Whether mpdist's times are those of its own algorithms."""
+    return FORCED.items() <= case.machine["variables"].items()
 
 
 def points(cases: Sequence[Case], op: str, layout: Layout, name: str, least: int = 0) -> tuple[list[int], list[float]]:
@@ -77,14 +85,18 @@ def fitted(cases: Sequence[Case]) -> Machine:
     link = costs.fit_line(*apart) if len(set(apart[0])) > 1 else NETWORKS["1 Gbit/s"]
     columns: list[list[float]] = [[], [], []]  # sigma, mu, gamma
     measured: list[float] = []
+    forced = [case for case in cases if is_forced(case)]
     for op, copied, added in (("all_gather", 1.0, 0.0), ("reduce_scatter", 0.0, 0.5), ("all_reduce", 0.5, 0.5)):
-        sizes, seconds = points(cases, op, pair, RESIDENT, SHARED_FROM)
+        sizes, seconds = points(forced, op, pair, RESIDENT, SHARED_FROM)
         columns[0] += [1.0] * len(sizes)
         columns[1] += [copied * size for size in sizes]
         columns[2] += [added * size for size in sizes]
         measured += seconds
     if not measured:
-        raise SystemExit(f"no all_gather, reduce_scatter or all_reduce of 2 ranks from {size_text(SHARED_FROM)} on")
+        raise SystemExit(
+            f"no all_gather, reduce_scatter or all_reduce of 2 ranks from {size_text(SHARED_FROM)} on, measured where "
+            "MPDIST_ALGORITHM=shared"
+        )
     sigma, mu, gamma = costs.fit(columns, measured)
     return Machine(message, link, gamma, Line(sigma, mu), cases[0].machine["usable_cores"])
 
@@ -103,7 +115,7 @@ def predictions(cases: Sequence[Case], machine: Machine) -> Iterator[tuple[str, 
         layout, raw, machine = layout_of(case), case.best_raw(), where(case, machine)
         if raw is not None:
             yield "MPI's own", layout, costs.best(case.nbytes, layout, machine, costs.FLAT)[1], case.lines[raw].median
-        if case.nbytes < SHARED_FROM or layout.local == 1:
+        if case.nbytes < SHARED_FROM or layout.local == 1 or not is_forced(case):
             continue
         if layout.nodes > 1:
             yield "hierarchical", layout, costs.hierarchical(case.nbytes, layout, machine), case.lines[OURS].median
@@ -190,7 +202,7 @@ def measured() -> list[Case]:
         words += ["--json", str(results)]
         for ranks in (2, 3, 4):
             command = [sys.executable, *words, "--ops", OPS, "--sizes", "8..64M", "-n", str(ranks)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **FORCED})
         if FAKE in os.environ:
             from collectives import cluster
 
@@ -198,7 +210,7 @@ def measured() -> list[Case]:
             with cluster(os.environ[FAKE], "2", "--rate", "1gbit") as run:
                 for local in ("1", "2"):
                     command = ["--ranks-per-host", local, "--timeout", "200", "--", sys.executable, *words]
-                    run(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+                    run(command, {**os.environ, **FORCED, "OMP_NUM_THREADS": "1"})
         return read(results)
 
 
@@ -210,7 +222,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.local < 1:
         parser.error(f"--local is {options.local}; a node has at least 1 rank")
-    cases = [case for path in options.files for case in read(path)] or measured()
+    try:
+        cases = [case for path in options.files for case in read(path)]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"no file of `mpdist bench --json`: {type(error).__name__}: {error}")
+    cases = cases or measured()
     machine = fitted(cases)
     show_fit(machine)
     show_errors(cases, machine)
