@@ -40,7 +40,7 @@ class Machine:
     """The constants of one kind of node, and of the link between them.
 
     Attributes:
-        message: between two ranks of a node.
+        message: between two ranks of a node, one way at a time.
         link: between two nodes.
         gamma: seconds to add a byte.
         shared: of an operation through shared memory: alpha is sigma, meeting the others; beta is mu, copying.
@@ -75,7 +75,12 @@ def _exchange(distance: int, nbytes: float, layout: Layout, machine: Machine) ->
     """All ranks send to, and receive from, the rank at a distance: over the link if that is on another node."""
     if distance >= layout.local and layout.nodes > 1:
         return machine.link.time(nbytes, layout.local)
-    return machine.message.time(nbytes) * crowd(layout, machine)
+    return _inside(nbytes, layout, machine)
+
+
+def _inside(nbytes: float, layout: Layout, machine: Machine) -> float:
+    """The same within a node: its core copies what a rank sends, and what it receives."""
+    return 2 * machine.message.time(nbytes) * crowd(layout, machine)
 
 
 def _adding(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -87,7 +92,7 @@ def ring(nbytes: float, layout: Layout, machine: Machine) -> float:
     p = layout.ranks
     if p == 1:
         return 0.0
-    inside = machine.message.time(nbytes / p) * crowd(layout, machine) if layout.local > 1 else 0.0
+    inside = _inside(nbytes / p, layout, machine) if layout.local > 1 else 0.0
     over = machine.link.time(nbytes / p) if layout.nodes > 1 else 0.0
     return 2 * (p - 1) * max(inside, over) + (p - 1) * _adding(nbytes / p, layout, machine)
 
@@ -115,11 +120,11 @@ def _odd_ranks(nbytes: float, layout: Layout, machine: Machine) -> float:
     return 2 * _exchange(1, nbytes, layout, machine) + _adding(nbytes, layout, machine)
 
 
-def shared_memory(nbytes: float, layout: Layout, machine: Machine, *, copies: int = 0) -> float:
+def shared_memory(nbytes: float, layout: Layout, machine: Machine, *, copies: float = 0) -> float:
     """Each rank adds its slice of all inputs, then takes the others' slices; on one node.
 
     Args:
-        copies: of the whole array, in and out of shared memory: 2 for private memory, 0 for `comm.empty`.
+        copies: of the whole array, besides: 0 for `comm.empty`.
     """
     moved = (layout.local - 1) / layout.local * nbytes
     work = _adding(moved, layout, machine) + machine.shared.beta * (moved + copies * nbytes) * crowd(layout, machine)
@@ -127,8 +132,8 @@ def shared_memory(nbytes: float, layout: Layout, machine: Machine, *, copies: in
 
 
 def private_memory(nbytes: float, layout: Layout, machine: Machine) -> float:
-    """The same with arrays that the other ranks can't see."""
-    return shared_memory(nbytes, layout, machine, copies=2)
+    """The same with arrays that the other ranks can't see: what is added is copied before, and the result after."""
+    return shared_memory(nbytes, layout, machine, copies=2 * (layout.local - 1) / layout.local)
 
 
 def hierarchical(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -187,6 +192,12 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     """alpha and beta from the times of messages."""
     alpha, beta = fit([[1.0] * len(sizes), list(sizes)], seconds)
     return Line(alpha, beta)
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The same of a link that lets a burst pass faster: alpha of the smallest message, beta of the largest two."""
+    (least, alpha), *_, (size, before), (most, last) = sorted(zip(sizes, seconds, strict=True))
+    return Line(alpha, max(last - before, 0.0) / (most - size)) if least < size else fit_line(sizes, seconds)
 
 
 def median_error(pairs: Iterable[tuple[float, float]]) -> float:

@@ -82,7 +82,7 @@ def fitted(cases: Sequence[Case]) -> Machine:
         raise SystemExit("no ping_pong of 2 ranks on one node, in two sizes, with mpi4py's times: --rivals raw")
     message = costs.fit_line(*messages)
     apart = points(cases, "ping_pong", Layout(2, 1), "raw")
-    link = costs.fit_line(*apart) if len(set(apart[0])) > 1 else NETWORKS["1 Gbit/s"]
+    link = costs.fit_link(*apart) if len(set(apart[0])) > 2 else NETWORKS["1 Gbit/s"]
     columns: list[list[float]] = [[], [], []]  # sigma, mu, gamma
     measured: list[float] = []
     forced = [case for case in cases if is_forced(case)]

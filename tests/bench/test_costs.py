@@ -29,30 +29,30 @@ N = 1e6
 
 def test_ring_moves_each_byte_nearly_twice() -> None:
     p = 4
-    expected = 6 * (1e-6 + N / p * 1e-10) + 3 * N / p * 2e-10
+    expected = 6 * 2 * (1e-6 + N / p * 1e-10) + 3 * N / p * 2e-10  # one core copies what comes and what goes
     assert costs.ring(N, costs.Layout(1, p), NODE) == pytest.approx(expected)
 
 
 def test_recursive_doubling_sends_all_in_every_step() -> None:
-    assert costs.recursive_doubling(N, costs.Layout(1, 4), NODE) == pytest.approx(2 * (1e-6 + N * 3e-10))
+    assert costs.recursive_doubling(N, costs.Layout(1, 4), NODE) == pytest.approx(2 * (2e-6 + N * 4e-10))
 
 
 def test_halving_sends_the_far_ranks_the_small_pieces() -> None:
-    inside = 2 * (1e-6 + N / 2 * 1e-10) + N / 2 * 2e-10
+    inside = 2 * 2 * (1e-6 + N / 2 * 1e-10) + N / 2 * 2e-10
     over = 2 * (1e-5 + 2 * N / 4 * 1e-8) + N / 4 * 2e-10  # the two ranks of a node share its link
     assert costs.halving_doubling(N, costs.Layout(2, 2), NODE) == pytest.approx(inside + over)
 
 
 def test_ranks_beyond_a_power_of_two_cost_two_more_messages() -> None:
     three, two = (costs.recursive_doubling(N, costs.Layout(1, p), NODE) for p in (3, 2))
-    assert three - two == pytest.approx(2 * (1e-6 + N * 1e-10) + N * 2e-10)
+    assert three - two == pytest.approx(2 * 2 * (1e-6 + N * 1e-10) + N * 2e-10)
 
 
-def test_shared_memory_of_private_arrays_costs_two_copies_more() -> None:
+def test_shared_memory_of_private_arrays_costs_copies_of_what_is_the_others() -> None:
     layout = costs.Layout(1, 2)
     resident, private = costs.shared_memory(N, layout, NODE), costs.private_memory(N, layout, NODE)
     assert resident == pytest.approx(3e-6 + N / 2 * 2e-10 + N / 2 * 1e-10)
-    assert private - resident == pytest.approx(2 * N * 1e-10)
+    assert private - resident == pytest.approx(2 * N / 2 * 1e-10)
 
 
 def test_hierarchical_sends_no_byte_more_than_it_must() -> None:
@@ -80,6 +80,11 @@ def test_fit_finds_the_constants_again() -> None:
     sizes = [8.0, 1e3, 1e5, 1e7]
     found = costs.fit_line(sizes, [MESSAGE.time(size) for size in sizes])
     assert (found.alpha, found.beta) == (pytest.approx(1e-6), pytest.approx(1e-10))
+
+
+def test_a_link_that_lets_a_burst_pass_is_as_fast_as_its_long_messages() -> None:
+    link = costs.fit_link([8.0, 1e5, 1e6, 4e6], [1e-5, 4e-4, 8e-3 + 1e-5, 32e-3 + 1e-5])
+    assert (link.alpha, link.beta) == (1e-5, pytest.approx(8e-9))
 
 
 def test_fit_gives_no_negative_constant() -> None:
