@@ -74,9 +74,7 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             mine = self._only(x)
             outs = self._out_blocks(out if self.rank == dst else None, [mine])
-            return self._channel.post(
-                *("gather", uneven.gather, lambda: f"list to {dst}", mine, outs, dst, x[0]), is_unchecked=True
-            )
+            return self._post_rooted("gather", uneven.gather, lambda: f"list to {dst}", mine, outs, dst, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
         element, nbytes = source.element, source.nbytes
@@ -124,9 +122,8 @@ class Collectives(Reductions):
         target = None if out is None else host_buffer(out, writable=True)
         parcel, refusal = self._scattered(x, target) if self.rank == src else (None, None)
         like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
-        work: Work[Any] = self._channel.post(
-            *("scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like),
-            is_unchecked=True,
+        work = self._post_rooted(
+            "scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like
         )
         if refusal is not None:
             work.forget()

@@ -28,9 +28,8 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             message, refusal = self._packed("broadcast_object", item)
-        work: Work[Any] = self._channel.post(
-            *("broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src),
-            is_unchecked=True,
+        work = self._post_rooted(
+            "broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src
         )
         return self._unless(refusal, work)
 
@@ -39,10 +38,7 @@ class Objects(PointToPoint):
         """Collect an object of each rank: a list on rank `dst`, None elsewhere."""
         self._check_pickle()
         dst = self._rank(dst, "dst")
-        return self._channel.post(
-            *("gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst),
-            is_unchecked=True,
-        )
+        return self._post_rooted("gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst)
 
     @operation
     def all_gather_object(self, item: object) -> Work[list[Any]]:
@@ -59,9 +55,7 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             messages, refusal = self._all_packed("scatter_object", items)
-        work: Work[Any] = self._channel.post(
-            *("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src), is_unchecked=True
-        )
+        work = self._post_rooted("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src)
         return self._unless(refusal, work)
 
     @operation

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from operator import index
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from mpdist.comm.staged_calls import staged
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
@@ -15,6 +15,8 @@ from mpdist.memory import HOST, Buffer, as_buffer
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
+    from mpdist.progress.collective import Program
+    from mpdist.progress.work import Work
 
 # What `_explained` puts in front of an error.
 _NAMES_PLACE = re.compile(r"\w+ on '")
@@ -58,6 +60,11 @@ class Operations:
     rank: int
     size: int
     _channel: Channel
+
+    def _post_rooted(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Work[Any]:
+        """Post what has a root and begins with messages of sizes: its steps compare nothing, so its details are."""
+        work: Work[Any] = self._channel.post(op, program, details, *arguments, is_unchecked=True)
+        return work
 
     def _rank(self, value: object, what: str) -> int:
         """A rank of this communicator; raises InvalidRank."""

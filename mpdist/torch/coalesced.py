@@ -11,16 +11,13 @@ from torch import Tensor
 from mpdist.torch.collectives import Collectives
 from mpdist.torch.devices import check_together
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.halves import held
+from mpdist.torch.group import SeveralWorks
 from mpdist.torch.staging import Finish, check_output, joined, octets, readable, writable, write
-from mpdist.torch.work import Several
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
 
 Tensors = Sequence[Tensor]
-
-_Several = held(Several)
 
 
 class Coalesced(Collectives):
@@ -73,7 +70,7 @@ class Coalesced(Collectives):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         """reduce_scatter_single of each pair."""
-        return _Several([self.reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)])
+        return SeveralWorks([self.reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)])
 
     def _start_coalescing(self, device: object = None) -> None:
         """Operations inside the manager are posted at once; together they are waited for at its end."""
@@ -81,7 +78,7 @@ class Coalesced(Collectives):
 
     def _end_coalescing(self, device: object = None) -> TorchWork | None:  # type: ignore[override]  # None: no Work
         works, self._gathered = self._gathered, None
-        return _Several(works) if works else None
+        return SeveralWorks(works) if works else None
 
 
 def _as(part: Tensor, like: Tensor) -> Tensor:

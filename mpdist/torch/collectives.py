@@ -11,12 +11,11 @@ from torch import Tensor
 from mpdist.torch import sparse, uneven
 from mpdist.torch.devices import is_served
 from mpdist.torch.errors import WrongCall
-from mpdist.torch.group import Group
-from mpdist.torch.halves import held
+from mpdist.torch.group import Group, SeveralWorks
 from mpdist.torch.options import is_async, only, only_list, root_of
 from mpdist.torch.reductions import Reduction, name_of, reduce_op, reduction_of
 from mpdist.torch.staging import Finish, as_bytes, check_output, is_known, joined, readable, room_for, writable
-from mpdist.torch.work import Several, Work
+from mpdist.torch.work import Work
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 Tensors = Sequence[Tensor]
 
 _STRIDED = torch.strided
-
-_Several = held(Several)
 
 
 class Collectives(Group):
@@ -198,7 +195,7 @@ class Collectives(Group):
             self._wait_for_pending_works()
             return self._hand(self._comm.barrier(), opts)
         earlier = [Work(self._waiter, posted, ()) for posted in list(self._channel.collectives)]
-        return _Several([*earlier, self._hand(self._comm.barrier(), opts)])
+        return SeveralWorks([*earlier, self._hand(self._comm.barrier(), opts)])
 
 
 def _scatter_reduction(opts: Any, out: Tensor, inputs: Tensors) -> Reduction:

@@ -23,7 +23,7 @@ from mpdist.torch.halves import WORKS_KEPT_BY_GROUP, held, is_small
 from mpdist.torch.options import is_async, seconds_of
 from mpdist.torch.places import note
 from mpdist.torch.registration import DEVICES, NAME
-from mpdist.torch.work import DONE, Complete, Waiter, Work
+from mpdist.torch.work import DONE, Complete, Several, Waiter, Work
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _HostWork, _DeviceWork = held(Work), held(DeviceWork)
 _Complete, _CompleteThere = held(Complete), held(CompleteThere)
+SeveralWorks = held(Several)
 
 
 @dataclass

@@ -41,6 +41,14 @@ def arrays(comm: Communicator, is_resident: bool, count: int) -> tuple[Any, Any]
     return whole[:count], whole[count:]
 
 
+async def left(comm: Communicator, made: Communicator) -> None:
+    """It is out of step: leaving by an exception waits for nobody."""
+    await comm.barrier()
+    with pytest.raises(ZeroDivisionError):
+        async with made:
+            raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("count", [COUNT, 2 * COUNT, 4 * COUNT], ids=["requests", "both", "programs"])
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("is_resident", [False, True], ids=["private", "resident"])
@@ -164,10 +172,7 @@ async def test_a_rank_whose_array_is_so_small_that_it_has_one_round(comm: Commun
         assert (x == 1).all()
         with pytest.raises(mpdist.ClosedError, match="out of step"):
             made.all_reduce(x)
-        await comm.barrier()
-        with pytest.raises(ZeroDivisionError):
-            async with made:
-                raise ZeroDivisionError  # it is out of step: leaving by an exception waits for nobody
+        await left(comm, made)
 
 
 async def test_ranks_that_call_different_operations_hear_of_it(comm: Communicator) -> None:
@@ -191,10 +196,7 @@ async def test_through_slots_all_hear_of_it_where_there_is_a_root(comm: Communic
         with pytest.raises(mpdist.ClosedError, match="out of step"):
             made.barrier()
         assert not behind.any()
-        await comm.barrier()
-        with pytest.raises(ZeroDivisionError):
-            async with made:
-                raise ZeroDivisionError
+        await left(comm, made)
 
 
 @pytest.mark.parametrize("op", ["broadcast", "gather"])
@@ -216,10 +218,7 @@ async def test_through_slots_those_that_wait_for_readers_hear_of_it(
                 await CALLS[op](made, mine)
             with pytest.raises(mpdist.ClosedError, match="out of step"):
                 made.barrier()
-        await comm.barrier()
-        with pytest.raises(ZeroDivisionError):
-            async with made:
-                raise ZeroDivisionError
+        await left(comm, made)
 
 
 ROOTED: dict[str, Callable[[Communicator, Any, int], mpdist.Work[Any]]] = {
@@ -260,7 +259,4 @@ async def test_through_slots_ranks_that_take_different_roots_hear_of_it(
         assert (x == made.rank).all()
         with pytest.raises(mpdist.ClosedError, match="out of step"):
             made.barrier()
-        await comm.barrier()
-        with pytest.raises(ZeroDivisionError):
-            async with made:
-                raise ZeroDivisionError
+        await left(comm, made)

@@ -196,11 +196,10 @@ class Reducing:
             copy(self.out[start + low : start + high], source)
 
     def facts(self) -> tuple[int, ...]:
-        if self.dst is not None:
-            return self.x_place, self.out_place, *words_of(self.op, self.element), self.dst
-        if self.op.factor is None:
+        root = () if self.dst is None else (self.dst,)
+        if self.op.factor is None and not root:
             return self.x_place, self.out_place
-        return self.x_place, self.out_place, *words_of(self.op, self.element)
+        return self.x_place, self.out_place, *words_of(self.op, self.element), *root
 
 
 def reduce(
