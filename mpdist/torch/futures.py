@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -172,17 +172,8 @@ class _MayFail(torch.futures.Future):  # type: ignore[type-arg]  # generic at ru
         self._error = result
         self.set_result(_Failure(result))
 
-    @staticmethod
-    def mpdist_collect_all(futures: Sequence[torch.futures.Future[Any]]) -> All:
-        """What torch.futures.collect_all does with several of which this is one."""
-        return All(futures)
-
-    def _complete(self) -> None:
-        """Wait for what it waits for, as far as Python has to do something for it; raises nothing of that."""
-
     def wait(self) -> Any:
-        """The result, or what went wrong; drives."""
-        self._complete()
+        """The result, or what went wrong."""
         result = super().wait()
         self._check()
         return result
@@ -208,6 +199,11 @@ class Future(_MayFail):
         """Leave the operation, which is done and has this Future: else the garbage collector is to free both."""
         self._work = None
 
+    def wait(self) -> Any:
+        """The result, or what went wrong."""
+        self._complete()
+        return super().wait()
+
     def done(self) -> bool:
         """Whether the result is there; looks once."""
         work = self._work
@@ -223,7 +219,7 @@ class Future(_MayFail):
         return _Then(self, callback)
 
     def _complete(self) -> None:
-        """Wait for the operation, then complete in this thread, also in a backward."""
+        """Wait for the operation, then be complete, in this thread, also in a backward."""
         work = self._work
         if work is None:
             return
@@ -236,9 +232,10 @@ class Future(_MayFail):
 class _Then(_MayFail):
     """What a callback makes of a Future that completes after a backward, or when it is waited for in it."""
 
-    def __init__(self, before: Future | _Then | All, callback: Callable[[Any], Any]) -> None:
+    def __init__(self, before: Future | _Then, callback: Callable[[Any], Any]) -> None:
         super().__init__(before._devices)
         self._before = before
+        self._complete: Callable[[], None] = before._complete
 
         def go_on(done: torch.futures.Future[Any]) -> None:
             try:
@@ -250,8 +247,10 @@ class _Then(_MayFail):
 
         before.add_done_callback(go_on)
 
-    def _complete(self) -> None:
-        self._before._complete()
+    def wait(self) -> Any:
+        """The result, or what went wrong."""
+        self._complete()
+        return super().wait()
 
     def done(self) -> bool:
         """Whether the result is there; looks once."""
@@ -260,50 +259,3 @@ class _Then(_MayFail):
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """The Future of what the callback makes of this one."""
         return super().then(callback) if super().done() else _Then(self, callback)
-
-
-class All(_MayFail):
-    """Several Futures as one, which fails with the first that does, as in torch."""
-
-    def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        super().__init__([])  # the result is not tensors
-        self._devices = list({device: None for each in futures for device in getattr(each, "_devices", ())})
-        self._futures = list(futures)
-        self._left = len(futures)
-        self._counting = threading.Lock()
-        for each in futures:
-            each.add_done_callback(self._count)
-
-    def _count(self, done: torch.futures.Future[Any]) -> None:
-        error = _error_of(done)
-        with self._counting:
-            if self._left == 0:  # it has failed
-                return
-            self._left = self._left - 1 if error is None else 0
-            if self._left:
-                return
-        if error is None:
-            self.set_result(self._futures)
-        else:
-            self.set_exception(error)
-
-    def _complete(self) -> None:
-        for each in self._futures:
-            if isinstance(each, _MayFail):
-                each._complete()
-
-    def done(self) -> bool:
-        """Whether all results are there; looks once."""
-        return super().done() or (all(each.done() for each in self._futures) and super().done())
-
-    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        """The Future of what the callback makes of all."""
-        return super().then(callback) if super().done() else _Then(self, callback)
-
-
-def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
-    try:
-        done.value()
-    except Exception as error:
-        return error
-    return None

@@ -22,7 +22,7 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
-from mpdist.torch.futures import All, Future, running_backward
+from mpdist.torch.futures import Future, running_backward
 from mpdist.torch.options import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class Several(TorchWork):
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        futures = All([work.get_future() for work in self._works])
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda done: [tensor for each in done.value() for tensor in each.value()])
 
 

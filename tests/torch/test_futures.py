@@ -150,36 +150,8 @@ def test_a_callback_that_raises_is_its_own_future_s_error(group: dist.ProcessGro
             assert future.wait() == total(group, layer)
 
 
-def test_a_hook_may_wait_for_several_futures(group: dist.ProcessGroup) -> None:
-    found: list[float] = []
-
-    def wait(layer: int) -> None:
-        works = [dist.all_reduce(numbers(group, layer, stage), async_op=True) for stage in range(2)]
-        if layer % 2:
-            results = torch.futures.wait_all([work.get_future() for work in works])
-            found.append(float(results[1][0][0]))
-        else:
-            both = torch.futures.collect_all([work.get_future() for work in works])
-            found.append(both.then(lambda done: float(done.value()[1].value()[0][0])).wait())
-
-    backward(wait)
-    assert found == [total(group, layer) for layer in range(LAYERS)]
-
-
 class _Failed(Exception):
     pass
-
-
-def test_several_futures_fail_with_the_first_that_fails(group: dist.ProcessGroup) -> None:
-    def bring() -> None:
-        raise _Failed("no place")
-
-    for collect in (torch.futures.wait_all, lambda each: torch.futures.collect_all(each).wait()):
-        works: list[Any] = [dist.all_reduce(numbers(group, 0, stage), async_op=True) for stage in range(3)]
-        works[1]._finish, works[1]._finishing = bring, threading.Lock()
-        with pytest.raises(_Failed, match="no place"):
-            collect([work.get_future() for work in works])
-    dist.barrier()
 
 
 def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.ProcessGroup) -> None:
