@@ -3,7 +3,7 @@
 The one home of CuPy, with what lies beside it; CuPy is loaded when the first array on a GPU comes. An array
 says by its library in which stream it is being computed: torch and CuPy have a
 current stream, others put it into `__cuda_array_interface__`, or order themselves
-when they are asked for a DLPack capsule. See
+when they are asked for a DLPack capsule, as JAX, whose streams no other stream waits for. See
 https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html and
 https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html.
 """
@@ -139,7 +139,7 @@ class Cuda:
         if torch is not None and isinstance(owner, torch.Tensor):
             return int(torch.cuda.current_stream(self._index).cuda_stream)
         interface = getattr(owner, "__cuda_array_interface__", None)
-        if interface is None:
+        if interface is None or ("stream" not in interface and hasattr(owner, "__dlpack__")):
             return None
         return int(interface.get("stream") or LEGACY_DEFAULT)
 

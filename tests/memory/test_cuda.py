@@ -131,6 +131,26 @@ def test_a_library_that_orders_by_export_is_asked_for_both_streams(cupy: Recorde
     assert x.asked == [OUT, IN]
 
 
+class Unnamed(Array, Exporting):
+    """An array that can order itself, and whose interface names no stream: JAX's."""
+
+    def __init__(self, **interface: Any) -> None:
+        Array.__init__(self, **interface)
+        Exporting.__init__(self)
+
+
+def test_a_library_that_names_no_stream_is_asked_where_it_can_be(cupy: Recorded) -> None:
+    gpu, x = Cuda(0), Unnamed(version=2)
+    gpu.follow(as_buffer(x))
+    gpu.ready(as_buffer(x))
+    assert x.asked == [OUT, IN, OUT]
+    x = Unnamed(version=3, stream=55)
+    cupy.calls.clear()
+    gpu.follow(as_buffer(x))
+    assert not x.asked
+    assert cupy.calls[0][2] == 55
+
+
 def test_an_array_of_a_graph_that_is_being_recorded_is_refused(cupy: Recorded) -> None:
     cupy.capturing = CURRENT
     with pytest.raises(UsageError, match="CUDA graph"):
