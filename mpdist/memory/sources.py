@@ -186,7 +186,11 @@ def _from_cupy(x: Any) -> Buffer:
 
 def _from_cuda_array(x: Any) -> Buffer:
     """Anything with `__cuda_array_interface__`."""
-    interface = x.__cuda_array_interface__
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is None and hasattr(x, "__dlpack__"):  # JAX's have one type, those of the host and bfloat16 none of it
+        return _from_dlpack(x)
+    if interface is None:
+        raise refusals.not_an_array(x)
     element = _cuda_element(x, interface["typestr"])
     shape = tuple(interface["shape"])
     if element is None:

@@ -278,6 +278,35 @@ def test_a_read_only_cuda_array_is_only_a_source() -> None:
         as_buffer(x, writable=True)
 
 
+class JaxArray:
+    """One type for arrays of the host and of GPUs, which has the interface for some elements only."""
+
+    def __init__(self, values: np.ndarray[Any, Any], is_on_gpu: bool) -> None:
+        self._values, self._is_on_gpu = values, is_on_gpu
+        self.shape, self.dtype = values.shape, values.dtype
+        self.device = SimpleNamespace(id=9)  # among the GPUs of all processes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self._is_on_gpu:
+            raise AttributeError("__cuda_array_interface__ is only defined for GPU buffers.")
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (4096, True), "version": 2}
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self._values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 1) if self._is_on_gpu else (1, 0)
+
+
+def test_arrays_of_one_type_may_have_the_interface_or_not() -> None:
+    values = np.arange(3.0)
+    assert as_buffer(JaxArray(values, is_on_gpu=True)).device.kind == "cuda"
+    buffer = as_buffer(JaxArray(values, is_on_gpu=False))
+    assert (str(buffer.device), buffer.readonly) == ("cpu", True)
+    np.testing.assert_array_equal(buffer.array(), values)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
