@@ -204,8 +204,15 @@ def _from_cuda_array(x: Any) -> Buffer:
         raise refusals.strided(refusals.named(x), shape, "cupy.ascontiguousarray(x)")
     address, readonly = interface["data"]
     count = prod(shape)
-    index = int(getattr(getattr(x, "device", None), "id", 0))
-    return Buffer(None, count, count * element.itemsize, element, cuda(index), bool(readonly), x, int(address or 0))
+    device = cuda(_device_index(x))
+    return Buffer(None, count, count * element.itemsize, element, device, bool(readonly), x, int(address or 0))
+
+
+def _device_index(x: Any) -> int:
+    """As this process counts its GPUs; `device.id` of JAX counts those of all processes."""
+    if hasattr(x, "__dlpack_device__"):
+        return int(x.__dlpack_device__()[1])
+    return int(getattr(getattr(x, "device", None), "id", 0))
 
 
 def _cuda_element(x: Any, typestr: str) -> Element | None:

@@ -307,6 +307,10 @@ def test_arrays_of_one_type_may_have_the_interface_or_not() -> None:
     np.testing.assert_array_equal(buffer.array(), values)
 
 
+def test_a_gpu_is_counted_as_this_process_counts_it() -> None:
+    assert str(as_buffer(JaxArray(np.arange(3.0), is_on_gpu=True)).device) == "cuda:1"
+
+
 # ---------------------------------------------------------------------- refusals
 
 
