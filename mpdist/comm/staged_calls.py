@@ -145,9 +145,10 @@ def _program(
         if steps is not None:
             return (yield from steps)
         return (yield from staging.run(op, program, arguments, transport))
-    except DeviceFailed:
+    except (DeviceFailed, MemoryError) as error:
         give_up(channel)
-        channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
+        why = "a failure of this rank's device" if isinstance(error, DeviceFailed) else "a lack of memory on this rank"
+        channel.give_up(f"{op} was ended by {why}, so its ranks may be out of step")
         raise
 
 

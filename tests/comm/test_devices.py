@@ -339,6 +339,27 @@ async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake_gpu: Si
         comm.barrier()
 
 
+@pytest.mark.ranks(2)
+async def test_without_host_memory_no_later_collective_takes_the_place_of_one(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = fake_gpu.array(np.ones(4))
+    if comm.rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging.pinned_of(comm._channel.engine, staging.Device("cuda")), "_allocate", _nothing_left)
+            with pytest.raises(mpdist.CommunicationError, match="MemoryError: nothing is left"):
+                await comm.all_reduce(x)
+        with pytest.raises(mpdist.ClosedError, match="all_reduce was ended by a lack of memory on this rank"):
+            comm.all_reduce(x)
+    else:
+        with pytest.raises(mpdist.WorkTimeout):
+            await comm.all_reduce(x).within(0.5)
+
+
+def _nothing_left(nbytes: int) -> Any:
+    raise MemoryError("nothing is left")
+
+
 async def test_large_arrays_travel_in_chunks(comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(comm._channel.engine, "has_ipc", False)
