@@ -120,32 +120,34 @@ class Collectives(Reductions):
         """
         src = self._rank(src, "src")
         target = None if out is None else host_buffer(out, writable=True)
-        parcel, refusal = self._scattered(x, target) if self.rank == src else (None, None)
-        like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
-        work = self._post_rooted(
-            "scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, target, src, like
-        )
-        if refusal is not None:
-            work.forget()
-            raise refusal
-        return work
-
-    def _scattered(self, x: object, out: Buffer | None) -> tuple[Parcel, UsageError | None]:
-        """The root's blocks; or its refusal, for the others, and the error, for itself."""
         try:
-            if isinstance(x, list | tuple):
-                blocks = self._blocks(x, "x")
-                check_all_apart(blocks, [] if out is None else [out])
-                return Parcel.of_blocks(blocks), None
-            whole = host_buffer(x)
-            if out is not None:
-                check_apart(whole, out)
-            return Parcel.of_rows(whole, self.size, self._block_shape(whole)), None
+            parcel = self._parcel(x, target) if self.rank == src else None
         except OnDevice:
             raise
         except UsageError as error:
-            explained = self._explained("scatter", error)
-            return Parcel.refused(str(explained), self.size), explained
+            raise self._refused_scatter(error, src) from error.__cause__
+        like = None if parcel is None else x[0] if isinstance(x, list | tuple) else x
+        return self._post_scatter(parcel, target, src, like)
+
+    def _parcel(self, x: object, out: Buffer | None) -> Parcel:
+        """The root's blocks."""
+        if isinstance(x, list | tuple):
+            blocks = self._blocks(x, "x")
+            check_all_apart(blocks, [] if out is None else [out])
+            return Parcel.of_blocks(blocks)
+        whole = host_buffer(x)
+        if out is not None:
+            check_apart(whole, out)
+        return Parcel.of_rows(whole, self.size, self._block_shape(whole))
+
+    def _refused_scatter(self, error: UsageError, src: int) -> UsageError:
+        """Let the others, who wait for this rank's blocks, hear why there are none; the error as it is to be raised."""
+        explained = self._explained("scatter", error)
+        self._post_scatter(Parcel.refused(str(explained), self.size), None, src, None).forget()
+        return explained
+
+    def _post_scatter(self, parcel: Parcel | None, out: Buffer | None, src: int, like: object) -> Work[Any]:
+        return self._post_rooted("scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, out, src, like)
 
     @operation
     def all_to_all(self, x: object, *, out: object = None) -> Work[Any]:

@@ -16,7 +16,7 @@ from mpdist.algorithms.devices.announcing import DeviceCollective
 from mpdist.comm.given import Given
 from mpdist.comm.staging import Staging
 from mpdist.comm.straight import give_up, is_compared, straight
-from mpdist.errors import DeviceFailed, UnsupportedBuffer
+from mpdist.errors import DeviceFailed, UnsupportedBuffer, UsageError
 from mpdist.memory import Device, as_buffer
 from mpdist.progress.collective import Collective, one_call
 
@@ -40,11 +40,17 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
     reads = is_root or name not in ("broadcast", "scatter")
     writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
     taken = _listed(x) if reads or writes else []
-    staging = _staging(operations, name, _device_of([*taken, *_listed(out)]), is_even=not isinstance(x, list | tuple))
-    if taken:
-        given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
-    if out is not None:
-        given["out"] = staging.mirrored(out, is_result=True)
+    try:
+        device = _device_of([*taken, *_listed(out)])
+        staging = _staging(operations, name, device, is_even=not isinstance(x, list | tuple))
+        if taken:
+            given["x"] = staging.mirrored(x, is_source=reads, is_result=writes)
+        if out is not None:
+            given["out"] = staging.mirrored(out, is_result=True)
+    except UsageError as error:
+        if name == "scatter" and is_root:
+            raise operations._refused_scatter(error, given["src"]) from error.__cause__
+        raise
     if isinstance(x, list | tuple):  # blocks of their own sizes may be read before anything is posted
         for mark in staging.copy_out():
             mark.wait()

@@ -260,6 +260,32 @@ async def test_a_bad_call_raises_and_the_communicator_stays_usable(comm: Comm, f
     check(x, np.full(2, float(comm.size)))
 
 
+BAD_SCATTERS: dict[str, tuple[Callable[[Simulated], tuple[Any, Any]], str]] = {
+    "out on the host": (lambda gpu: (gpu.array(np.ones(12)), np.ones(3)), "arrays on cuda:0 and cpu"),
+    "blocks on two devices": (lambda gpu: ([gpu.array(np.ones(2)), *[np.ones(2)] * 11], None), "arrays on cuda:0 and"),
+    "no array": (lambda gpu: (None, gpu.array(np.ones(2))), "got None"),
+    "overlap": (lambda gpu: _halves(gpu.array(np.ones(18))), "x and out overlap"),
+}
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    return x[:12], x[6:]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", BAD_SCATTERS)
+async def test_a_bad_scatter_fails_for_all(comm: Comm, fake_gpu: Simulated, name: str) -> None:
+    make, words = BAD_SCATTERS[name]
+    if comm.rank == 0:
+        x, out = make(fake_gpu)
+        with pytest.raises(mpdist.UsageError, match=words):
+            comm.scatter(x[: comm.size] if isinstance(x, list) else x, 0, out=out)
+    else:
+        with pytest.raises(mpdist.UsageError, match=words):
+            await comm.scatter(None, 0).within(20)
+    assert (await comm.scatter(fake_gpu.array(np.ones(comm.size)), 0)).shape == (1,)
+
+
 async def test_what_is_being_recorded_is_refused(comm: Comm, fake_gpu: Simulated) -> None:
     x = fake_gpu.array(np.ones(2))
     fake_gpu.is_capturing = True
