@@ -44,7 +44,10 @@ class StagedReceive(Wrapped[Message]):
             elif receive._error is not None:
                 self._fail(receive._seen_error())
             else:
-                self._begin_copy(receive._result)
+                try:
+                    self._begin_copy(receive._result)
+                except DeviceFailed as error:
+                    self._fail(error)
         engine.flush()
 
     def _begin_copy(self, message: Message) -> None:

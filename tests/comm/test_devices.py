@@ -356,6 +356,26 @@ async def test_a_device_that_fails_fails_the_operation(comm: Comm, fake_gpu: Sim
         comm.send(np.ones(2), 1 - comm.rank)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_device_that_takes_no_copy_fails_the_receive(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    def refuse(*_: object) -> Any:
+        raise mpdist.errors.DeviceFailed("the device is gone")
+
+    monkeypatch.setattr(fake_gpu, "copy_in", refuse)
+    src = comm.rank if is_there else 1 - comm.rank  # a message of this rank to itself has come already
+    if is_there:
+        await comm.send(np.ones(4), src)
+        receive = comm.recv(fake_gpu.array(np.zeros(4)), src)
+    else:
+        receive = comm.recv(fake_gpu.array(np.zeros(4)), src)
+        await comm.send(np.ones(4), src)
+    with pytest.raises(mpdist.CommunicationError, match="the device is gone"):
+        await receive.within(20)
+
+
 async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake_gpu: Simulated) -> None:
     x = fake_gpu.array(np.ones(4))
     fake_gpu.fails = RuntimeError("the device is gone")
