@@ -472,6 +472,25 @@ async def test_a_device_that_fails_under_the_sender_fails_both_sides(
         await comm.recv(x, 0)
 
 
+async def test_a_communicator_whose_device_has_failed_is_closed(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int) -> int:
+        raise mpdist.errors.DeviceFailed("the device is gone")
+
+    dst, src = around(comm)
+    x, out = (there(comm, fake_gpu, np.full(1000, comm.rank), "pooled") for _ in range(2))
+    async with comm.dup() as other:
+        await meet(other, fake_gpu)
+        await other.sendrecv(x, dst, out, src)
+        segments = other._channel.showing.exports.segments  # type: ignore[union-attr]  # it has sent
+        assert segments is not None
+        monkeypatch.setattr(fake_gpu.shared, "number_of", refuse)
+    assert other._channel.is_closed
+    with pytest.raises(mpdist.ClosedError):
+        other.send(np.ones(1), dst)
+
+
 async def test_a_device_that_fails_under_the_receiver_fails_it_alone(
     comm: Comm, fake_gpu: Simulated, home: str
 ) -> None:

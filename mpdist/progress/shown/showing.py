@@ -9,6 +9,7 @@ through host memory.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -113,9 +114,12 @@ class Showing:
         return wire.Place(x.nbytes, at, x.address - segment.start, segment.number, word, segment.handle)
 
     def refresh(self, every: float = 0.0) -> None:
-        """Let others know which segments are gone, unless that was done less than so many seconds ago."""
+        """Let others know which segments are gone, unless that was done less than so many seconds ago.
+
+        Of a device that has failed nobody can tell, and whoever sends, or closes, goes on.
+        """
         if self.exports.segments is not None:
-            with self.channel.engine.lock:
+            with self.channel.engine.lock, suppress(DeviceFailed):
                 self.exports.segments.refresh(every)
 
     def slots(self) -> Slots:
