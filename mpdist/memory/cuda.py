@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import UsageError
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory.cuda_errors import Present, failures
 from mpdist.memory.cuda_sharing import CudaSharing
 from mpdist.memory.mark import OVER
@@ -162,7 +162,7 @@ class Cuda:
     def attend(self) -> None:
         """See Accelerator. The first call of the runtime in a thread gives it the GPU's context."""
         if self._index not in _attended.indices:
-            with self._device, failures(self.runtime.CUDARuntimeError):
+            with self.present:
                 self.runtime.free(0)
             _attended.indices |= {self._index}
 
@@ -181,7 +181,7 @@ class Cuda:
         """See Accelerator."""
         import cupy
 
-        with self._device:
+        with self.present:
             return cupy.empty(tuple(shape), dtype)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
@@ -215,7 +215,7 @@ class Cuda:
 
     def pin(self, memory: Array) -> bool:
         """See Accelerator."""
-        with self._device:
+        with self.present:
             try:
                 self.runtime.hostRegister(_address(memory), memory.nbytes, 0)
             except self.runtime.CUDARuntimeError:
@@ -225,7 +225,7 @@ class Cuda:
     def unpin(self, memory: Array) -> None:
         """See Accelerator."""
         # The driver may have ended before us; then nothing is pinned any more.
-        with self._device, contextlib.suppress(self.runtime.CUDARuntimeError):
+        with contextlib.suppress(DeviceFailed), self.present:
             self.runtime.hostUnregister(_address(memory))
 
 

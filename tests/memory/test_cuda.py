@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpdist.errors import DeviceFailed, UsageError
-from mpdist.memory import as_buffer
+from mpdist.memory import as_buffer, cuda
 from mpdist.memory.cuda import Cuda
 from mpdist.memory.cuda_errors import failures
 
@@ -54,6 +54,7 @@ class Recorded:
             compiler=SimpleNamespace(CompileException=RuntimeError),
         )  # fmt: skip
         cupy.RawKernel = None  # type: ignore[attr-defined]
+        cupy.empty = np.empty  # type: ignore[attr-defined]
         return cupy
 
     def _refuse(self, *_: object) -> None:
@@ -242,6 +243,22 @@ def test_memory_that_cannot_be_pinned_is_told(cupy: Recorded) -> None:
     gpu = Cuda(0)
     assert not gpu.pin(np.zeros(8, np.uint8))
     gpu.unpin(np.zeros(8, np.uint8))
+
+
+def test_a_gpu_that_cannot_be_made_present_has_failed(cupy: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, memory = Cuda(0), np.zeros(8, np.uint8)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("an earlier kernel has failed")
+
+    for way in ("__enter__", "__exit__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Nothing, way, refuse)
+            patch.setattr(cuda, "_attended", cuda._Attended())
+            gpu.unpin(memory)  # it may be gone before us
+            for use in (gpu.attend, lambda: gpu.pin(memory), lambda: gpu.empty((3,), "f4")):
+                with pytest.raises(DeviceFailed, match="an earlier kernel"):
+                    use()
 
 
 def test_errors_of_the_device_are_ours_and_others_are_not() -> None:
