@@ -102,11 +102,19 @@ def _from_torch_checked(x: Any) -> Buffer:
     if x.is_cpu:
         return _from_torch(x)
     device_of = TORCH_DEVICES.get(x.device.type)
-    if device_of is None or x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj():
+    try:
+        if device_of is None or x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj():
+            raise refusals.torch_tensor(x)
+        count, address, index = x.numel(), x.data_ptr(), x.get_device()
+    except UnsupportedBuffer:
+        raise
+    except ValueError as error:
+        raise refusals.lazy() from error
+    except RuntimeError as error:
+        raise refusals.torch_tensor(x) from error
+    if not address and count:
         raise refusals.torch_tensor(x)
-    count = x.numel()
-    device = device_of(x.get_device())
-    return Buffer(None, count, count * element.itemsize, element, device, False, x, x.data_ptr())
+    return Buffer(None, count, count * element.itemsize, element, device_of(index), False, x, address)
 
 
 # ---------------------------------------------------------------------- the standard library's

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from mpdist.errors import UnsupportedBuffer, UsageError
 from mpdist.memory import ELEMENTS, as_buffer, sources
+from mpdist.memory.buffer import TORCH_DEVICES, cuda
 
 NUMPY_NAMES = [element.name for element in ELEMENTS if element.numpy is not None]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5,), (2, 3), (1, 4, 1), (3, 0, 2)]
@@ -173,6 +174,36 @@ def test_a_tensor_without_plain_memory_is_refused(case: str) -> None:
     make, words = torch_refusals()[case]
     with pytest.raises(UnsupportedBuffer, match=words):
         as_buffer(make(torch))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda torch: torch.ones(3, device="meta"), r"without memory"),
+        (lambda torch: torch.nn.UninitializedParameter(device="meta"), r"on a batch first"),
+        (lambda torch: torch.ones(4, 4, device="meta")[:, 1], r"x\.contiguous\(\)"),
+    ],
+    ids=["freed", "lazy", "strided"],
+)
+def test_a_tensor_of_a_device_without_plain_memory_is_refused(
+    make: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setitem(TORCH_DEVICES, "meta", cuda)  # whose tensors have no memory, as freed ones of a GPU
+    with pytest.raises(UnsupportedBuffer, match=words):
+        as_buffer(make(torch))
+
+
+def test_a_tensor_of_a_device_under_vmap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setitem(TORCH_DEVICES, "meta", cuda)
+
+    def identity(x: Any) -> Any:
+        with pytest.raises(UnsupportedBuffer, match="without memory"):
+            as_buffer(x)
+        return x
+
+    assert torch.vmap(identity)(torch.ones(2, 3, device="meta")).shape == (2, 3)
 
 
 def test_a_tensor_under_vmap_is_refused() -> None:
