@@ -150,7 +150,7 @@ def pinned_of(engine: Engine, device: Device) -> Pinned:
         def allocate(nbytes: int) -> Any:
             return pages(nbytes) if shared is None else shared.empty(nbytes, np.uint8)
 
-        known = engine.staging[device] = Pinned(accelerator_of(device), allocate)
+        known = engine.staging.setdefault(device, Pinned(accelerator_of(device), allocate))  # by one thread of several
     return known
 
 

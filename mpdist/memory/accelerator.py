@@ -72,7 +72,7 @@ def accelerator_of(device: Device) -> Accelerator:
     """
     known = _known.get(device)
     if known is None:
-        known = _known[device] = _opened(device)
+        known = _known.setdefault(device, _opened(device))  # all threads are to have the same streams
     return known
 
 

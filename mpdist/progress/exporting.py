@@ -20,5 +20,5 @@ def exports_of(engine: Engine, device: Device) -> Exports:
     """
     known = engine.exports.get(device)
     if known is None:
-        known = engine.exports[device] = Exports(accelerator_of(device))
+        known = engine.exports.setdefault(device, Exports(accelerator_of(device)))  # another thread may be here
     return known

@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from mpdist.errors import DeviceFailed, UsageError
-from mpdist.memory import as_buffer, cuda
+from mpdist.memory import Device, accelerator, as_buffer, cuda
+from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.cuda import Cuda
 from mpdist.memory.cuda_errors import failures
 
@@ -259,6 +261,20 @@ def test_a_gpu_that_cannot_be_made_present_has_failed(cupy: Recorded, monkeypatc
             for use in (gpu.attend, lambda: gpu.pin(memory), lambda: gpu.empty((3,), "f4")):
                 with pytest.raises(DeviceFailed, match="an earlier kernel"):
                     use()
+
+
+def test_threads_that_come_at_once_get_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = threading.Barrier(4)
+
+    def opened(device: Device) -> object:
+        at_once.wait(20)
+        return object()
+
+    monkeypatch.setattr(accelerator, "_known", {})
+    monkeypatch.setattr(accelerator, "_opened", opened)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(accelerator_of, [Device("cuda", 0)] * 4))
+    assert len(found) == 1
 
 
 def test_errors_of_the_device_are_ours_and_others_are_not() -> None:
