@@ -189,8 +189,8 @@ class Communicator(Objects, Collectives, Groups):
                 if their GPUs can; its memory serves later arrays of about its size, and goes back at the end.
 
         Raises:
-            UsageError: no such device.
-            Unavailable: CuPy is not installed.
+            UsageError: `device` is no name of one.
+            Unavailable: CuPy is not installed, or there is no such GPU.
         """
         if device != "cpu":
             return self._empty_there(device_of(device), np.atleast_1d(shape).tolist(), np.dtype(dtype))

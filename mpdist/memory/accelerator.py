@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from mpdist.errors import Unavailable
+from mpdist.errors import DeviceFailed, Unavailable
 from mpdist.memory.cuda import Cuda
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def accelerator_of(device: Device) -> Accelerator:
     """The accelerator with this memory.
 
     Raises:
-        Unavailable: the library that it needs is not installed, or does not work here.
+        Unavailable: the library that it needs is not installed, or does not work here, or there is no such device.
     """
     known = _known.get(device)
     if known is None:
@@ -83,4 +83,9 @@ def _opened(device: Device) -> Accelerator:
         raise Unavailable(
             f"an array on {device} is copied by CuPy, which cannot be loaded ({error}): install the extra for your "
             "driver, pip install 'mpdist[cuda13]' or 'mpdist[cuda12]', or copy the array to the host first"
+        ) from error
+    except DeviceFailed as error:
+        raise Unavailable(
+            f"{device} cannot be used in this process ({error}): its GPUs are counted from cuda:0 on, and are those of "
+            "CUDA_VISIBLE_DEVICES where that is set"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpdist.errors import DeviceFailed, UsageError
+from mpdist.errors import DeviceFailed, Unavailable, UsageError
 from mpdist.memory import Device, accelerator, as_buffer, cuda
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.cuda import Cuda
@@ -261,6 +261,13 @@ def test_a_gpu_that_cannot_be_made_present_has_failed(cupy: Recorded, monkeypatc
             for use in (gpu.attend, lambda: gpu.pin(memory), lambda: gpu.empty((3,), "f4")):
                 with pytest.raises(DeviceFailed, match="an earlier kernel"):
                     use()
+
+
+def test_a_gpu_that_is_not_there_is_unavailable(cupy: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "_known", {})
+    monkeypatch.setattr(Nothing, "__enter__", cupy._refuse)
+    with pytest.raises(Unavailable, match=r"cuda:7 cannot be used in this process \(.*not allowed\).*CUDA_VISIBLE"):
+        accelerator_of(Device("cuda", 7))
 
 
 def test_threads_that_come_at_once_get_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
