@@ -39,6 +39,8 @@ def staged(operations: Any, method: Callable[..., Any], args: Sequence[Any], kwa
     is_root = operations.rank in (given.get("src"), given.get("dst"))
     reads = is_root or name not in ("broadcast", "scatter")
     writes = not is_root if name == "broadcast" else name == "all_reduce" and out is None
+    if name in ("reduce", "gather") and not is_root:  # there it is not looked at
+        out = given["out"] = None
     taken = _listed(x) if reads or writes else []
     try:
         device = _device_of([*taken, *_listed(out)])

@@ -114,6 +114,22 @@ async def test_a_rank_that_gets_nothing_keeps_its_out(comm: Comm, gpu: Gpu) -> N
     check(before, np.full(4, every[: comm.rank].sum() if comm.rank else -1))
 
 
+async def test_out_of_a_rank_that_gets_nothing_is_not_looked_at(comm: Comm, gpu: Gpu) -> None:
+    x = gpu.array(np.full(4, comm.rank + 1))
+    is_root = comm.rank == 0
+    total = await comm.reduce(x, 0, out=gpu.array(np.zeros(4, int)) if is_root else np.empty(0))
+    rows = await comm.gather(x, 0, out=gpu.array(np.zeros((comm.size, 4), int)) if is_root else x)
+    blocks = await comm.gather([x], 0, out=[gpu.array(np.zeros(4, int)) for _ in range(comm.size)] if is_root else 3)
+    if is_root:
+        every = np.arange(1, comm.size + 1)
+        check(total, np.full(4, every.sum()))
+        check(rows, np.repeat(every[:, None], 4, axis=1))
+        for rank, block in enumerate(blocks):
+            check(block, np.full(4, rank + 1))
+    else:
+        assert (total, rows, blocks) == (None, None, None)
+
+
 async def test_uneven_blocks(comm: Comm, gpu: Gpu) -> None:
     mine = np.full(comm.rank + 1, comm.rank, np.float32)
     gathered = await comm.all_gather([gpu.array(mine)])
