@@ -48,7 +48,11 @@ class DevicePlace(Place):
         self.is_entered = True
 
     def leave(self, buffer: Buffer) -> None:
-        """It has been copied into the array already."""
+        """It has been copied into the array already, unless that has got other memory meanwhile."""
+        if buffer.address != self.buffer.address:
+            self._accelerator.follow(buffer)
+            self.buffer = buffer
+            self.copy_in().wait()
 
     def copy_in(self) -> Mark:
         """Queue the copy of the result into the array."""

@@ -45,6 +45,20 @@ async def test_arrays_hold_the_mean_after_each_step(
             np.testing.assert_array_equal(x.get(), np.full(SHAPES[index], mean(step, comm.size, index), dtype))
 
 
+async def test_an_array_that_gets_other_memory_while_its_step_is_under_way_holds_the_mean(
+    comm: Communicator, fake_gpu: Simulated
+) -> None:
+    averager = GradientAverager(comm, [fake_gpu.array(np.full(5, comm.rank))], op="sum")
+    await averager
+    for step in range(3):
+        x, other = fake_gpu.array(np.full(5, comm.rank + step)), fake_gpu.empty((5,), int)
+        averager.ready(0, x)
+        fake_gpu.settle()
+        x._values = other._values  # as `tensor.data = ...` does
+        await averager
+        np.testing.assert_array_equal(x.get(), np.full(5, sum(range(step, step + comm.size))))
+
+
 def test_the_same_where_no_event_loop_runs(comm: Communicator, gpu: Gpu) -> None:
     arrays = [gpu.array(x) for x in values(1, comm.rank, "float32")]
     GradientAverager(comm, arrays).wait()
