@@ -16,7 +16,7 @@ from mpdist.progress.receive import Receive
 from mpdist.progress.sending import send
 from mpdist.progress.shown.show import show
 from mpdist.progress.shown.showing import may_show
-from mpdist.progress.staged_receive import StagedReceive
+from mpdist.progress.staged_receive import ReceiveBeside, StagedReceive
 
 if TYPE_CHECKING:
     from mpdist.memory import Buffer
@@ -54,7 +54,7 @@ def receive_on_device(
     def copy_in(nbytes: int) -> Mark:
         return staging.accelerator.copy_in(mirror.octets[:nbytes], x, 0)
 
-    return StagedReceive(post(Receive(channel, mirror, src, tag)), copy_in, x.owner)
+    return StagedReceive(post(ReceiveBeside(channel, mirror, src, tag)), copy_in, x.owner)
 
 
 def _way(op: str, channel: Channel, x: Buffer) -> Way:

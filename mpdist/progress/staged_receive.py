@@ -6,12 +6,26 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import DeviceFailed
-from mpdist.progress.message import Message
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.receive import Receive
+from mpdist.progress.transfer import NoRoom, Room
 from mpdist.progress.unbegun import Wrapped
 
 if TYPE_CHECKING:
     from mpdist.memory.mark import Mark
     from mpdist.progress.work import Work
+
+
+class ReceiveBeside(Receive):
+    """The receive into host memory, which is lent when the message is there: only then can it be missing."""
+
+    def _find_room(self, incoming: Incoming) -> Room:
+        assert self._buffer is not None
+        try:
+            self._buffer.array()
+        except MemoryError as error:
+            raise self._no_room(incoming, NoRoom(f"{type(error).__name__}: {error}")) from error
+        return super()._find_room(incoming)
 
 
 class StagedReceive(Wrapped[Message]):

@@ -402,6 +402,21 @@ async def test_a_device_that_fails_fails_the_collective(comm: Comm, fake_gpu: Si
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [5, 40_000])
+async def test_a_message_for_which_there_is_no_host_memory_stays_queued(
+    comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    x, sent = fake_gpu.array(np.zeros(count)), comm.send(np.full(count, comm.rank + 1.0), 1 - comm.rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.pinned_of(comm._channel.engine, staging.Device("cuda")), "_allocate", _nothing_left)
+        with pytest.raises(mpdist.CommunicationError, match=r"nothing is left.*the message stays queued"):
+            await comm.recv(x)
+    await comm.recv(x)
+    check(x, np.full(count, 2.0 - comm.rank))
+    await sent
+
+
+@pytest.mark.ranks(2)
 async def test_without_host_memory_no_later_collective_takes_the_place_of_one(
     comm: Comm, fake_gpu: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
