@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.nn.parameter import is_lazy
 
-from mpdist.errors import CollectiveMismatch, UsageError
+from mpdist.errors import CollectiveMismatch, DeviceFailed, Unavailable, UsageError
 from mpdist.gradients.agreement import check_descriptions, ranks_text
+from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.buffer import TORCH_DEVICES
 from mpdist.torch.data_parallel.buffers import is_sparse
 from mpdist.torch.data_parallel.outputs import tensors_in
@@ -209,20 +210,30 @@ def _is_set_by_a_caller() -> bool:
 def _shared_devices(comm: Communicator, module: nn.Module) -> Iterator[str]:
     """Ranks of a node that use one device while others have nothing to do."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    index, count = (device.index, streams_of(device).device_count()) if device.type in TORCH_DEVICES else (-1, 0)
+    index, count, number = -1, 0, -1
+    if device.type in TORCH_DEVICES:
+        index, count, number = device.index, streams_of(device).device_count(), _number_of(device)
     nodes = comm._channel.engine.nodes
-    users: dict[tuple[int, int, int], list[int]] = {}
-    pairs = zip(_gathered(comm, index), _gathered(comm, count), strict=True)
-    for rank, (used, there) in enumerate(pairs):
+    users: dict[tuple[int, int], list[int]] = {}
+    indices, counts = _gathered(comm, index), _gathered(comm, count)
+    for rank, used in enumerate(_gathered(comm, number)):
         if used >= 0:
-            users.setdefault((nodes[comm.ranks[rank]], used, there), []).append(rank)
-    for (node, used, there), ranks in users.items():
-        in_use = len({other for where, other, _ in users if where == node})
+            users.setdefault((nodes[comm.ranks[rank]], used), []).append(rank)
+    for (node, _), ranks in users.items():
+        in_use, there = len([where for where, _ in users if where == node]), counts[ranks[0]]
         if len(ranks) > 1 and in_use < there:
             yield (
-                f"{ranks_text(ranks)} use device {used} of their node, which has {there}, {in_use} in use: call "
-                f"torch.{device.type}.set_device(world.local_rank % {there}) before anything is put there"
+                f"{ranks_text(ranks)} use device {indices[ranks[0]]} of their node, which has {there}, {in_use} in "
+                f"use: call torch.{device.type}.set_device(world.local_rank % {there}) before anything is put there"
             )
+
+
+def _number_of(device: torch.device) -> int:
+    """The same in all processes of the node, which may count their devices differently (CUDA_VISIBLE_DEVICES)."""
+    try:
+        return accelerator_of(TORCH_DEVICES[device.type](device.index)).identity()
+    except (Unavailable, DeviceFailed):
+        return int(device.index)
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:

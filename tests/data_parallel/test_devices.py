@@ -10,11 +10,13 @@ import pytest
 import torch
 from data_parallel import pairs
 from data_parallel.pairs import mlp, wrapped
+from memory.simulated import Simulated
 from torch import nn
 from torch_support import again, devices, simulated_torch, values
 
 import mpdist.torch
 from mpdist import Communicator, UsageError
+from mpdist.memory.cuda import Cuda
 from mpdist.torch import DistributedDataParallel
 from mpdist.torch.data_parallel import overlap
 from mpdist.torch.data_parallel.streams import Streams
@@ -192,9 +194,13 @@ def test_autocast_and_loss_scaling_are_those_of_one_process(comm: Communicator, 
         assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+@pytest.mark.parametrize("is_one", [True, False])
 def test_ranks_that_share_a_device_while_others_idle_are_hinted_at(
-    comm: Communicator, device: str, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, device: str, monkeypatch: pytest.MonkeyPatch, is_one: bool
 ) -> None:
+    number = 0 if is_one else comm.rank  # each may see another part of the node's devices, and counts those from 0 on
+    for kind in (Simulated, Cuda):
+        monkeypatch.setattr(kind, "identity", lambda _: number)
     monkeypatch.setattr(torch.get_device_module(device), "device_count", lambda: 2)
     findings = mpdist.torch.check(devices.moved(nn.Linear(2, 2)), comm=comm)
-    assert any("2, 1 in use" in hint for hint in findings.hints) == (comm.size > 1)
+    assert any("2, 1 in use" in hint for hint in findings.hints) == (is_one and comm.size > 1)
