@@ -19,10 +19,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import UsageError
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
@@ -330,6 +331,12 @@ class Engine:
         if accelerator not in self.given:
             self.given.append(accelerator)
         accelerator.attend()
+
+    def attend_all(self) -> None:
+        """This thread is about to call MPI, which has been given memory of devices; one may have failed."""
+        for accelerator in self.given:
+            with suppress(DeviceFailed):
+                accelerator.attend()
 
     def limit(self, work: Work[Any]) -> None:
         """Watch a Work that has a limit of its own."""

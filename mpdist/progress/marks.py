@@ -53,7 +53,7 @@ class _Copy:
 class Attended:
     """A request of MPI for a device's memory; or a Mark, after which the same thread calls MPI.
 
-    It is tested in threads that use the device.
+    It is tested in threads that use the device; in any, where that has failed: MPI is not done with it before.
     """
 
     __slots__ = ("_accelerator", "_request")
@@ -63,5 +63,6 @@ class Attended:
         self._accelerator = accelerator
 
     def Test(self) -> bool:
-        self._accelerator.attend()
+        with suppress(DeviceFailed):
+            self._accelerator.attend()
         return self._request.Test()

@@ -49,8 +49,7 @@ class ProgressThread:
     def _run(self) -> None:
         last = monotonic()
         while not self._ending:
-            for accelerator in self._engine.given:
-                accelerator.attend()
+            self._engine.attend_all()
             if self._engine.is_idle():
                 self._work.wait(0.005)
                 self._work.clear()

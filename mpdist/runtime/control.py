@@ -193,8 +193,7 @@ class Control:
             self._wake.clear()
 
     def _turn(self) -> None:
-        for accelerator in self._engine.given:
-            accelerator.attend()
+        self._engine.attend_all()
         if self._mail is not None:
             for sender, letter in self._mail.received():
                 self._read(self._mail, sender, letter)

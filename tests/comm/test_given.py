@@ -20,8 +20,10 @@ import mpdist
 from mpdist.algorithms.choose import SHARED_FROM, Thresholds
 from mpdist.comm import staging
 from mpdist.config import DEVICE_OPERATIONS
+from mpdist.errors import DeviceFailed
 from mpdist.memory.pinned import Pinned
 from mpdist.progress import sending, wire
+from mpdist.progress.marks import Attended
 from mpdist.transport.cuda_aware import Awareness
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -441,4 +443,37 @@ def test_other_threads_that_call_mpi_attend_to_the_device(comm: Comm, given: Sim
     comm.barrier().wait()
     while "mpdist-progress" not in {thread.name for thread in list(given.threads)}:
         time.sleep(0.001)
+    engine.stop_thread()
+
+
+class Pending:
+    """A request that is over at the second look."""
+
+    looks = 0
+
+    def Test(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_requests_are_tested_and_threads_go_on_though_a_device_has_failed(
+    comm: Comm, given: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def attend() -> None:
+        tried.set()
+        raise DeviceFailed("the device is gone")
+
+    monkeypatch.setattr(given, "attend", attend)
+    request = Attended(Pending(), given)
+    assert [request.Test(), request.Test()] == [False, True]
+    engine = comm._channel.engine
+    engine.given.append(given)
+    tried.clear()
+    engine.start_thread()
+    assert tried.wait(20)
+    x = np.ones(2)
+    comm.all_reduce(x).wait()
+    assert any(thread.name == "mpdist-progress" for thread in threading.enumerate())
     engine.stop_thread()
