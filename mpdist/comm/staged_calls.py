@@ -155,8 +155,8 @@ def _program(
         return (yield from staging.run(op, program, arguments, transport))
     except (DeviceFailed, MemoryError) as error:
         give_up(channel)
-        why = "a failure of this rank's device" if isinstance(error, DeviceFailed) else "a lack of memory on this rank"
-        channel.give_up(f"{op} was ended by {why}, so its ranks may be out of step")
+        if isinstance(error, DeviceFailed):  # a lack of memory ends any collective so, see Collective
+            channel.give_up(f"{op} was ended by a failure of this rank's device, so its ranks may be out of step")
         raise
 
 

@@ -230,7 +230,7 @@ def is_compared(channel: Channel, op: str, arguments: Sequence[Any]) -> bool:
 
 
 def give_up(channel: Channel) -> None:
-    """This rank's device has failed: others are not to wait for it."""
+    """This rank cannot go on with what it and others do on devices: they are not to wait for it."""
     if isinstance(channel.devices, Joining):
         channel.devices.give_up()
 

@@ -152,6 +152,8 @@ class Collective(Work[T]):
 
     def _broke(self, error: BaseException) -> bool:
         self._keep_requests(error)
+        if isinstance(error, MemoryError):  # the others have gone on to a step that this rank leaves out
+            self._give_channel_up("found no memory")
         self._end()
         if self._done:
             return True
