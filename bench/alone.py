@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import publish, rank_environ, summary  # beside this script
+from measure import positive, publish, rank_environ, require_output, summary  # beside this script
 from models import mlp
 
 import mpdist
@@ -88,8 +88,8 @@ def one_job(backend: str, batch: int, steps: int, out: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--launches", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=60)
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
@@ -98,6 +98,7 @@ def main() -> None:
     if options.on_rank:
         on_rank(options.on_rank, options.batch, options.steps, options.out)
         return
+    require_output(options.json)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "milliseconds")

@@ -18,11 +18,17 @@ import argparse
 import itertools
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import positive  # beside this script
 
 from mpdist.transport.reach import Reach, Remote, let_others_reach
 
@@ -74,7 +80,7 @@ def passed(step: Callable[[], object], flag: np.ndarray, role: int, rounds: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=positive, default=100)
     rounds = parser.parse_args().rounds
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

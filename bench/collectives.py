@@ -27,7 +27,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from goals import COPY, FOUR_RANK_ROWS, MIB, RAW, Goal, Row, several_node_rows, two_rank_rows  # beside this script
 from longest import Callbacks, link_bytes
-from measure import Result, is_rank, launch, publish, rank_environ, summary
+from measure import (
+    Result,
+    is_rank,
+    launch,
+    positive_seconds,
+    publish,
+    rank_environ,
+    require,
+    require_output,
+    summary,
+)
 
 import mpdist
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT
@@ -46,6 +56,42 @@ HOSTS = ((2, 2), (2, 1), (3, 1))
 HALF_COUNT = 16 * MIB
 CALLBACK_BYTES = 256 * MIB
 CALLBACK_SECONDS = 0.001
+
+FAKE = "MPDIST_FAKECLUSTER"
+HALF = "all_reduce of 16 M bfloat16 / of 16 M float32, both on comm.empty memory"
+CALLBACKS: dict[str, Callable[[Callbacks], float]] = {
+    "one callback in a 256 MiB all_reduce: thread CPU, longest / 1 ms": lambda seen: max(seen.cpu),
+    "one callback in a 256 MiB all_reduce: wall time, p99.9 / 1 ms": lambda seen: float(np.percentile(seen.wall, 99.9)),
+}
+
+
+def title(row: Row, goal: Goal, nodes: int) -> str:
+    """What a goal is called."""
+    what = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B")
+    ours = "on comm.empty memory" if goal.ours == RESIDENT else "private"
+    ours = what if row.nbytes <= ITEM_BYTES * 2 else f"{what} {ours}"
+    return (f"{goal.against} / {ours}" if goal.is_inverse else f"{ours} / {goal.against}") + on_hosts(nodes)
+
+
+def on_hosts(nodes: int) -> str:
+    return f", {nodes} hosts" if nodes > 1 else ""
+
+
+def on_link(nodes: int) -> str:
+    """What is counted on the link between so many hosts."""
+    return f"bytes that a node sends for a 16 MiB all_reduce / lower bound{on_hosts(nodes)}"
+
+
+def cases() -> Iterator[str]:
+    """What is measured here, with torch or without, on one host or on several; the MPI does not matter."""
+    for row in (*two_rank_rows("MPICH"), *FOUR_RANK_ROWS):
+        yield from (title(row, goal, 1) for goal in row.goals if goal.against != GLOO or is_installed())
+    if is_installed():
+        yield HALF
+    yield from CALLBACKS
+    for nodes, local in HOSTS if FAKE in os.environ else ():
+        yield from (title(row, goal, nodes) for row in several_node_rows(local) for goal in row.goals)
+        yield on_link(nodes)
 
 
 class Collectives(Bench):
@@ -74,11 +120,7 @@ class Collectives(Bench):
                 yield result
 
     def title(self, row: Row, goal: Goal) -> str:
-        what = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B")
-        ours = "on comm.empty memory" if goal.ours == RESIDENT else "private"
-        ours = what if row.nbytes <= ITEM_BYTES * 2 else f"{what} {ours}"
-        where = f", {self.nodes} hosts" if self.nodes > 1 else ""
-        return (f"{goal.against} / {ours}" if goal.is_inverse else f"{ours} / {goal.against}") + where
+        return title(row, goal, self.nodes)
 
     async def row(self, row: Row) -> AsyncIterator[Result]:
         """All goals of a row, from the same rounds."""
@@ -120,15 +162,14 @@ class Collectives(Bench):
 
     async def half_precision(self) -> AsyncIterator[Result]:
         """bfloat16 against float32, as many elements of both, in memory that the ranks share."""
-        case = "all_reduce of 16 M bfloat16 / of 16 M float32, both on comm.empty memory"
-        if self.only not in case:
+        if self.only not in HALF or not is_installed():
             return
         bounds = {"bfloat16": self.half(), "float32": self.single()}
         _, seconds = await measure(bounds, self.raw, self.task.seconds)
         await self.check_half()
         micro = {name: [each * 1e6 for each in kept] for name, kept in seconds.items()}
         yield summary(
-            case, micro["bfloat16"], micro["float32"], ranks=self.world.size, mpi=self.mpi, target=0.8, stretch=0.6
+            HALF, micro["bfloat16"], micro["float32"], ranks=self.world.size, mpi=self.mpi, target=0.8, stretch=0.6
         )
 
     def half(self) -> Bound:
@@ -164,18 +205,12 @@ class Collectives(Bench):
         """How long one callback holds the event loop during a large all_reduce: the worst of all ranks."""
         x = private(CALLBACK_BYTES // ITEM_BYTES)
         x[:] = 0
-        wanted = {
-            "one callback in a 256 MiB all_reduce: thread CPU, longest / 1 ms": lambda seen: max(seen.cpu),
-            "one callback in a 256 MiB all_reduce: wall time, p99.9 / 1 ms": lambda seen: np.percentile(
-                seen.wall, 99.9
-            ),
-        }
-        kept: dict[str, list[float]] = {case: [] for case in wanted if self.only in case}
+        kept: dict[str, list[float]] = {case: [] for case in CALLBACKS if self.only in case}
         for number in range(7 if kept else 0):
             self.raw.fence()
             with Callbacks() as seen:
                 await self.world.all_reduce(x)
-            worst = self.raw.slowest([float(wanted[case](seen)) for case in kept])
+            worst = self.raw.slowest([float(CALLBACKS[case](seen)) for case in kept])
             for case, value in zip(kept, worst, strict=True):
                 if number:  # the first warms up
                     kept[case].append(value * 1e6)
@@ -185,6 +220,9 @@ class Collectives(Bench):
 
     async def link(self) -> AsyncIterator[Result]:
         """Bytes that a node sends for one all_reduce of 16 MiB / the least that can be: 2 (q - 1) / q of them."""
+        case = on_link(self.nodes)
+        if self.only not in case:
+            return
         nbytes = 16 * MIB
         x = private(nbytes // ITEM_BYTES)
         x[:] = 0
@@ -197,7 +235,6 @@ class Collectives(Bench):
             await self.world.all_reduce(x)
             self.raw.fence()
             sent += self.raw.slowest([float(link_bytes() - before)])
-        case = f"bytes that a node sends for a 16 MiB all_reduce / lower bound, {self.nodes} hosts"
         yield summary(
             case, sent[1:], [least] * 5, ranks=self.world.size, mpi=self.mpi, unit="bytes", target=1.05
         )  # fmt: skip
@@ -238,10 +275,10 @@ def launch_all() -> None:
     """Run this script on 2 and on 4 ranks, and between hosts where there is something to make them."""
     for ranks in (2, 4):
         launch(__file__, ranks)
-    if "MPDIST_FAKECLUSTER" in os.environ:
+    if FAKE in os.environ:
         script = [sys.executable, __file__, *sys.argv[1:]]
         for hosts, ranks in HOSTS:
-            with cluster(os.environ["MPDIST_FAKECLUSTER"], str(hosts), "--rate", "1gbit") as run:
+            with cluster(os.environ[FAKE], str(hosts), "--rate", "1gbit") as run:
                 run(["--ranks-per-host", str(ranks), "--timeout", "200", "--", *script], rank_environ())
 
 
@@ -268,11 +305,15 @@ def cluster(tool: str, *arguments: str) -> Iterator[Callable[[list[str], dict[st
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.5, help="for the rounds of one operation and size")
+    parser.add_argument(
+        "--seconds", type=positive_seconds, default=1.5, help="for the rounds of one operation and size"
+    )
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     parsed = parser.parse_args()
     if is_rank():
         mpdist.run(main, parsed)
     else:
+        require(parsed.only, "--only", cases())
+        require_output(parsed.json)
         launch_all()

@@ -31,7 +31,7 @@ from measure import (  # beside this script
     positive,
     publish,
     require,
-    require_writable,
+    require_output,
     summary,
 )
 
@@ -338,6 +338,6 @@ if __name__ == "__main__":
         mpdist.run(main, arguments)
     else:
         require(arguments.only, "--only", CASES)
-        require_writable(arguments.json)
+        require_output(arguments.json)
         for ranks in (2, 4):
             launch(__file__, ranks)

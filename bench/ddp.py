@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, positive, require, require_writable, show  # beside this script
+from measure import Result, lines, mpi_name, positive, require, require_output, show  # beside this script
 from models import CASES, Case
 
 import mpdist
@@ -213,7 +213,7 @@ def worst(launches: list[list[Result]]) -> list[Result]:
 def launch(options: argparse.Namespace) -> None:
     """Start this script on 2 ranks, again and again, and on 2 hosts."""
     require(options.models, "--models", CASES)
-    require_writable(options.json)
+    require_output(options.json)
     command = [sys.executable, "-m", "mpdist", "run", "-n", "2", __file__]
     results = worst([started(command, options, "sides") for _ in range(options.launches)])
     tool = os.environ.get("MPDIST_FAKECLUSTER")

@@ -24,7 +24,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from goals import FOUR_RANK_ROWS, RAW, Goal, Row, two_rank_rows  # beside this script
-from measure import Result, is_rank, launch, mpi_name, publish, summary
+from measure import (
+    Result,
+    is_rank,
+    launch,
+    mpi_name,
+    positive_seconds,
+    publish,
+    require,
+    require_output,
+    summary,
+)
 
 import mpdist
 from mpdist.algorithms.shared.moving import Memory, copy
@@ -351,6 +361,23 @@ class Posted:
         yield
 
 
+def title(row: Row, goal: Goal, ranks: int) -> str:
+    """What a goal is called."""
+    what = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B") + ("" if ranks == 2 else f", {ranks} ranks")
+    return what + ("" if row.nbytes < 64 else " on comm.empty memory" if goal.ours == RESIDENT else " private")
+
+
+def goals_of(row: Row) -> list[Goal]:
+    """Those against mpi4py."""
+    return [goal for goal in row.goals if goal.against in (RAW, RAW_NOW)]
+
+
+def cases() -> list[str]:
+    """What is measured; the MPI does not matter."""
+    by_ranks = {2: two_rank_rows("MPICH"), 4: FOUR_RANK_ROWS}
+    return [title(row, goal, ranks) for ranks, rows in by_ranks.items() for row in rows for goal in goals_of(row)]
+
+
 class Floors(Bench):
     """One rank of this benchmark."""
 
@@ -377,16 +404,13 @@ class Floors(Bench):
     async def results(self) -> list[Result]:
         results: list[Result] = []
         for row in self.rows:
-            goals = [goal for goal in row.goals if goal.against in (RAW, RAW_NOW)]
-            for goal in goals:
-                title = f"{row.op} {size_text(row.nbytes)}".removesuffix(" 0 B")
-                title += "" if self.world.size == 2 else f", {self.world.size} ranks"
-                title += "" if row.nbytes < 64 else " on comm.empty memory" if goal.ours == RESIDENT else " private"
-                if self.only in title:
-                    results += await self.compare(title, row, goal)
+            for goal in goals_of(row):
+                case = title(row, goal, self.world.size)
+                if self.only in case:
+                    results += await self.compare(case, row, goal)
         return results
 
-    async def compare(self, title: str, row: Row, goal: Goal) -> list[Result]:
+    async def compare(self, case: str, row: Row, goal: Goal) -> list[Result]:
         """The fastest of the bare ways against mpi4py, and mpdist against it."""
         op = OPERATIONS[row.op]
         elements = op.elements(row.nbytes, self.world.size)
@@ -404,8 +428,8 @@ class Floors(Bench):
         mpi4py = self._fastest(micro, rivals)
         about = {"ranks": self.world.size, "mpi": mpi_name()}
         found = [
-            summary(f"{title}: {floor} / mpi4py", micro[floor], micro[mpi4py], target=goal.target, **about),
-            summary(f"{title}: mpdist / {floor}", micro[goal.ours], micro[floor], **about),
+            summary(f"{case}: {floor} / mpi4py", micro[floor], micro[mpi4py], target=goal.target, **about),
+            summary(f"{case}: mpdist / {floor}", micro[goal.ours], micro[floor], **about),
         ]
         if self.world.rank == 0:
             for each in found:
@@ -433,12 +457,16 @@ async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="for the rounds of one operation and size")
+    parser.add_argument(
+        "--seconds", type=positive_seconds, default=0.6, help="for the rounds of one operation and size"
+    )
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     parsed = parser.parse_args()
     if is_rank():
         mpdist.run(main, parsed)
     else:
+        require(parsed.only, "--only", cases())
+        require_output(parsed.json)
         for ranks in (2, 4):
             launch(__file__, ranks)

@@ -15,10 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import positive  # beside this script
 
 from mpdist.memory import BY_NAME, Element, Folder, as_op, narrow_into
 
@@ -74,7 +80,7 @@ def measure(name: str, op: str, sources: int, outs: int, where: str, rounds: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--torch", action="store_true", help="load torch first, so that its kernels are used")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     if arguments.torch:

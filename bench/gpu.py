@@ -25,7 +25,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, is_rank, launch, mpi_name, publish, summary  # beside this script
+from measure import (  # beside this script
+    Result,
+    is_rank,
+    launch,
+    mpi_name,
+    positive,
+    publish,
+    require,
+    require_output,
+    summary,
+)
 
 KIB, MIB = 1024, 1024**2
 WARM_UP = 3
@@ -41,7 +51,7 @@ TRANSFORMERS = {
 }
 
 Op = Callable[[], object]
-Case = Callable[[str, float | None], Result]
+Case = Callable[["Bench", str, float | None], Result]
 
 
 def check_gpu() -> None:
@@ -94,28 +104,14 @@ class Bench:
 
     def run(self) -> list[Result]:
         results = []
-        for make in self.cases():
-            result = make()
+        for case, (make, target) in CASES.items():
+            if self.only not in case:
+                continue
+            result = make(self, case, target)
             results.append(result)
             if self.world.rank == 0:
                 print(f"{result.case}: {result.ratio:.2f}", file=sys.stderr, flush=True)
         return results
-
-    def cases(self) -> Iterator[Callable[[], Result]]:
-        """The table of targets."""
-        table: tuple[tuple[str, Case, float | None], ...] = (
-            ("IPC send 256 MiB: bandwidth / of a copy in one process", self.send, 0.85),
-            ("the same, each waited for before the next", self.send_alone, None),
-            ("second IPC send of an array of 4 MiB / first", self.send_again, 0.1),
-            ("staged all_reduce 64 MiB / copy to the host, MPI, copy back", self.staged, 0.4),
-            ("IPC all_reduce 64 MiB / staged", self.straight, 0.15),
-            ("torch all_reduce 64 MiB / gloo", self.backend, 0.08),
-            *((f"DDP step, {name} / torch DDP over gloo", self.data_parallel, 0.6) for name in TRANSFORMERS),
-            ("all_reduce 4 KiB with ordering / without", self.ordering, 1.3),
-        )
-        for case, make, target in table:
-            if self.only in case:
-                yield lambda make=make, case=case, target=target: make(case, target)
 
     # ------------------------------------------------------------------ measuring
 
@@ -351,6 +347,19 @@ class Bench:
         return result
 
 
+# Each with what it is to reach.
+CASES: dict[str, tuple[Case, float | None]] = {
+    "IPC send 256 MiB: bandwidth / of a copy in one process": (Bench.send, 0.85),
+    "the same, each waited for before the next": (Bench.send_alone, None),
+    "second IPC send of an array of 4 MiB / first": (Bench.send_again, 0.1),
+    "staged all_reduce 64 MiB / copy to the host, MPI, copy back": (Bench.staged, 0.4),
+    "IPC all_reduce 64 MiB / staged": (Bench.straight, 0.15),
+    "torch all_reduce 64 MiB / gloo": (Bench.backend, 0.08),
+    **{f"DDP step, {name} / torch DDP over gloo": (Bench.data_parallel, 0.6) for name in TRANSFORMERS},
+    "all_reduce 4 KiB with ordering / without": (Bench.ordering, 1.3),
+}
+
+
 def on_rank(options: argparse.Namespace) -> None:
     bench = Bench(options)
     results = bench.run()
@@ -361,13 +370,15 @@ def on_rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--json", help="append one JSON line per case to this file")
     parser.add_argument("--only", default="", help="cases that contain this word")
     options = parser.parse_args()
     if is_rank():
         on_rank(options)
         return
+    require(options.only, "--only", CASES)
+    require_output(options.json)
     check_gpu()
     launch(__file__, RANKS)
 

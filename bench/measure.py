@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -104,6 +107,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_seconds(text: str) -> float:
+    """The type of an option that is a time."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
 def require(word: str, option: str, known: Iterable[str]) -> None:
     """Find out before anything is measured whether a word chooses any case; ends the process if not."""
     names = list(known)
@@ -111,9 +122,16 @@ def require(word: str, option: str, known: Iterable[str]) -> None:
         raise SystemExit(f"{option} {word!r} is in none of: {'; '.join(names)}")
 
 
+def require_output(path: str | Path | None) -> None:
+    """The same of whether the table can be shown, and the lines be written."""
+    if find_spec("rich") is None:
+        raise SystemExit("this benchmark prints with rich: pip install 'mpdist[bench]'")
+    require_writable(path)
+
+
 def require_writable(path: str | Path | None) -> None:
     """The same of the file that --json names, if it does; what wasn't there is not left behind."""
-    if path is None:
+    if not path:
         return
     is_new = not os.path.exists(path)
     try:
@@ -141,11 +159,9 @@ def publish(results: list[Result], path: str | None) -> None:
 
 def show(results: list[Result], stream: IO[str] | None = None) -> None:
     """The table on the screen."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        raise SystemExit("this benchmark prints with rich: pip install 'mpdist[bench]'") from None
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("what", "ranks", "mpdist", "other", "ratio", "quartiles", "target", "")
     for each in results:
         sign = ">=" if each.larger_is_better else "<="

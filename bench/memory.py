@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, positive, require, require_writable, show  # beside this script
+from measure import Result, lines, mpi_name, positive, require, require_output, show  # beside this script
 
 SIDES = ("mpdist", "torch")
 TARGET = 1.05
@@ -110,7 +110,7 @@ def launch(options: argparse.Namespace) -> None:
 
     names = [name for name in CASES if "tiny" not in name]
     require(options.models, "--models", names)
-    require_writable(options.json)
+    require_output(options.json)
     results = []
     for name in names:
         if options.models not in name:

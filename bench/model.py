@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import costs  # beside this script
 from costs import Layout, Line, Machine
+from measure import positive_seconds
 
 from mpdist.bench.case import OURS, RESIDENT, Case, read
 from mpdist.bench.sizes import parse_size, size_text, time_text
@@ -218,7 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE.jsonl")
     parser.add_argument("--local", type=int, default=2, help="ranks on each node (default 2)")
-    parser.add_argument("--step", type=float, default=0.5, help="seconds that one training step computes (default 0.5)")
+    parser.add_argument(
+        "--step", type=positive_seconds, default=0.5, help="seconds that one training step computes (default 0.5)"
+    )
     options = parser.parse_args()
     if options.local < 1:
         parser.error(f"--local is {options.local}; a node has at least 1 rank")

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import is_rank, launch, mpi_name  # beside this script
+from measure import is_rank, launch, mpi_name, positive  # beside this script
 
 import mpdist
 from mpdist.algorithms.shared import plans
@@ -166,7 +166,7 @@ def show(name: str, micro: dict[str, float]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     parsed = parser.parse_args()
     if is_rank():
         mpdist.run(main, parsed.rounds)

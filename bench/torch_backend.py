@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, positive, require_writable, show, summary  # beside this script
+from measure import Result, lines, mpi_name, positive, require_output, show, summary  # beside this script
 from models import mlp
 
 import mpdist.torch.work
@@ -266,7 +266,7 @@ def main() -> None:
         return
     import json
 
-    require_writable(options.json)
+    require_output(options.json)
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "results")
         for ranks in (2, 1):

@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import is_rank, launch, mpi_name  # beside this script
+from measure import is_rank, launch, mpi_name, positive, require_writable  # beside this script
 
 import mpdist
 from mpdist.algorithms.choose import Algorithm, Thresholds
@@ -194,13 +194,16 @@ if __name__ == "__main__":
     parser.add_argument("--places", action="store_true")
     parser.add_argument("--crowd", action="store_true")
     parser.add_argument("--torch", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--ops", default="")
     parser.add_argument("--json", default="")
     parsed = parser.parse_args()
     usual = "all_reduce" if parsed.crowd else "all_reduce,reduce_scatter" if parsed.places else ",".join(OPERATIONS)
     parsed.ops = parsed.ops or usual
+    if unknown := [op for op in parsed.ops.split(",") if op not in OPERATIONS]:
+        parser.error(f"--ops {parsed.ops!r}: {unknown[0]!r} is none of: {', '.join(OPERATIONS)}")
     if is_rank():
         mpdist.run(main, parsed)
     else:
+        require_writable(parsed.json)
         launch(__file__, CROWD if parsed.crowd else 2)
