@@ -130,12 +130,25 @@ class Thresholds:
         forced: the only algorithm to be used where it exists; None: by size.
         is_given_devices: whether MPI may be given the memory of GPUs, by its own calls; then one rank on each node
             leaves everything to them.
+        cut: sizes of a measured table that do not hold, by operation: shared memory is taken from BUSY_BYTES on.
     """
 
     shared: Mapping[str, int] = field(default_factory=dict)
     hierarchical: Mapping[str, int] = field(default_factory=dict)
     forced: Algorithm | None = None
     is_given_devices: bool = False
+    cut: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """What a user must be told of the sizes that do not hold; empty if all do."""
+        if not self.cut or self.forced is not None:
+            return ""
+        return (
+            f"the table of thresholds leaves {', '.join(self.cut)} of {BUSY_BYTES // KIB**2} MiB and more to MPI's own "
+            "call, which would hold the event loop; on one node shared memory is taken nevertheless "
+            "(MPDIST_ALGORITHM=native forbids it, for all sizes)"
+        )
 
 
 def choose(op: str, nbytes: int, layout: Layout, thresholds: Thresholds) -> Algorithm:
@@ -200,6 +213,7 @@ def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) ->
         {op: min(nbytes, BUSY_BYTES) for op, nbytes in shared.items()},
         {**known["hierarchical"], **measured.get("hierarchical", {})},
         None if forced == "auto" else Algorithm(forced),
+        cut={op: nbytes for op, nbytes in shared.items() if nbytes > BUSY_BYTES},
     )
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpdist.algorithms.choose import NO_TABLES, VERSION, Table, default_path, tables_of
+from mpdist.algorithms.choose import BUSY_BYTES, NO_TABLES, VERSION, Table, default_path, tables_of
 from mpdist.bench.case import OURS, RAW_NOW, Case
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, length
 from mpdist.errors import UsageError
@@ -80,6 +80,14 @@ def thresholds(
             if op in known[algorithm]:
                 found.setdefault(op, {})[f"{algorithm}_from"] = cut(sizes, ratios, known[algorithm][op])
     return found
+
+
+def held(found: Mapping[str, Mapping[str, int]]) -> Thresholds:
+    """What of it holds: within a node shared memory is taken from BUSY_BYTES on, whatever was measured."""
+    return {
+        op: {name: min(nbytes, BUSY_BYTES) if name == "shared_from" else nbytes for name, nbytes in row.items()}
+        for op, row in found.items()
+    }
 
 
 def replaced(tables: Sequence[Table], new: Table) -> list[Table]:

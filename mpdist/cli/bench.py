@@ -272,12 +272,22 @@ def tune(options: argparse.Namespace) -> int:
     mpi = FAMILIES.get(first.machine["mpi"], "other")
     ranks, cores = first.machine["local_ranks"], first.machine["usable_cores"]
     found = tuning.thresholds(native, {algorithm: other}, built_in(mpi, ranks, cores))
-    new = {"mpi": mpi, "ranks": ranks, "cores": cores, "thresholds": found}
+    held = tuning.held(found)
+    new = {"mpi": mpi, "ranks": ranks, "cores": cores, "thresholds": held}
     tuning.save(path, tuning.replaced(tables, new))
     for op, limits in found.items():
-        print(f"{op:15} {algorithm} {threshold_text(op, limits[f'{algorithm}_from'])}")
+        name = f"{algorithm}_from"
+        print(f"{op:15} {algorithm} {limit_text(op, limits[name], held[op][name])}")
     print(f"mpdist bench: written to {path}, for {ranks} ranks on {cores} cores, {mpi}")
     return 0
+
+
+def limit_text(op: str, measured: int, held: int) -> str:
+    """From which size on, and why not from the size that was measured."""
+    text = threshold_text(op, held)
+    if measured == held:
+        return text
+    return f"{text} (measured: {threshold_text(op, measured)}; but MPI's own call would hold the event loop)"
 
 
 def threshold_text(op: str, nbytes: int) -> str:

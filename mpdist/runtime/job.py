@@ -368,6 +368,8 @@ def _thresholds(transport: Transport, nodes: Sequence[int], config: Config, core
         try:
             ranks = max(Counter(nodes).values())
             tables = read_thresholds(config.algorithm, config.tuning, mpi.family(), ranks, cores)
+            if tables.note:
+                print(f"mpdist: {tables.note}", file=sys.stderr, flush=True)
             mine = replace(tables, is_given_devices=len(set(nodes)) > 1 and _is_given_devices(config))
         except UsageError as error:
             mine = str(error)

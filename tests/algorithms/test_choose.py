@@ -169,6 +169,18 @@ def test_no_measured_table_lets_mpi_hold_the_event_loop_for_long(tmp_path: Path,
     assert choose(op, BUSY_BYTES, NODES, found) is Algorithm.NATIVE
 
 
+def test_a_size_that_does_not_hold_is_told(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        table("mpich", 2, 2, gather={"shared_from": BUSY_BYTES + 1}, reduce={"shared_from": BUSY_BYTES}),
+    )
+    found = read_thresholds("auto", path, "mpich", 2, 2)
+    assert found.cut == {"gather": BUSY_BYTES + 1}
+    assert found.note.startswith("the table of thresholds leaves gather of 32 MiB and more to MPI's own call")
+    assert read_thresholds("native", path, "mpich", 2, 2).note == ""
+    assert read_thresholds("auto", "", "mpich", 2, 2).note == ""
+
+
 def test_a_table_of_another_machine_does_not_count(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", table("mpich", 2, 64, all_reduce={"shared_from": 1}))
     assert read_thresholds("auto", path, "mpich", 2, 2).shared == SHARED_FROM["mpich"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mpdist.algorithms.choose import Algorithm, Layout, built_in, choose, read_thresholds
+from mpdist.algorithms.choose import BUSY_BYTES, Algorithm, Layout, built_in, choose, read_thresholds
 from mpdist.algorithms.choose import Thresholds as Tables
 from mpdist.bench.case import OURS, Case, Line
-from mpdist.bench.tuning import ANCHOR, compare, cut, load, replaced, save, thresholds, tuning_path
+from mpdist.bench.tuning import ANCHOR, compare, cut, held, load, replaced, save, thresholds, tuning_path
 from mpdist.errors import UsageError
 
 ROWS_OF_NUMBERS = json.dumps(
@@ -77,6 +77,12 @@ def test_threshold_counts_one_ranks_input() -> None:
     native = [case("all_gather", 8, 1, 1), case("all_gather", 64, 1, 1)]
     shared = [case("all_gather", 8, 2, 1), case("all_gather", 64, 0.5, 1)]
     assert thresholds(native, {"shared": shared}, KNOWN) == {"all_gather": {"shared_from": 32}}
+
+
+def test_sizes_from_which_on_mpi_would_hold_the_event_loop_are_not_written() -> None:
+    found = {"reduce": {"shared_from": BUSY_BYTES + 1, "hierarchical_from": 2**30}, "gather": {"shared_from": 8}}
+    reduce = {"shared_from": BUSY_BYTES, "hierarchical_from": 2**30}
+    assert held(found) == {"reduce": reduce, "gather": {"shared_from": 8}}
 
 
 def test_more_ranks_than_cores_have_a_table_of_their_own() -> None:

@@ -17,7 +17,16 @@ from mpdist.algorithms.choose import OPERATIONS as CHOSEN_OPERATIONS
 from mpdist.bench.case import OURS, RAW_LATER, RAW_NOW, RESIDENT, Case, Line, read
 from mpdist.bench.operations import OPERATIONS, PING_PONG
 from mpdist.cli import build_parser, main
-from mpdist.cli.bench import TUNED_OPERATIONS, JobFailed, contenders_of, launch_words, names, ops_of, threshold_text
+from mpdist.cli.bench import (
+    TUNED_OPERATIONS,
+    JobFailed,
+    contenders_of,
+    launch_words,
+    limit_text,
+    names,
+    ops_of,
+    threshold_text,
+)
 from mpdist.errors import UsageError
 
 SECONDS = 200.0
@@ -157,6 +166,8 @@ def test_threshold_is_told_in_words() -> None:
     assert [threshold_text("barrier", n) for n in (0, 1)] == ["always", "never"]
     assert threshold_text("reduce", 4096) == "from 4 KiB on"
     assert threshold_text("reduce", 65537) == "above 64 KiB"
+    assert limit_text("reduce", 4096, 4096) == "from 4 KiB on"
+    assert limit_text("reduce", 2**26 + 1, 2**25).startswith("from 32 MiB on (measured: above 64 MiB; ")
 
 
 @pytest.mark.job
