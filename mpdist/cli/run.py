@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpdist.cli import warden
+from mpdist.cli.hosts import parse, require_room
 from mpdist.cli.job import Job, Rank, Verdict
 from mpdist.cli.launcher import (
     Kind,
@@ -90,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     )
     program = rank_program(options, launcher.kind)
     hosts = _read_hosts(options.hostfile) if options.hostfile else []
+    if options.hostfile and launcher.kind is not Kind.OTHER:
+        require_room(options.hostfile, parse(hosts), place.ranks, launcher.kind, place.extra, os.environ)
     common = common_variables(place.ranks, hosts, os.environ, is_local=place.is_local)
     variables = launch_variables(launcher.kind, place) | common
     exported = [] if place.is_local else [*exported_variables({**os.environ, warden.RUN_VARIABLE: ""}), *common]
