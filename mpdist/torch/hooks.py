@@ -13,15 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from mpdist.errors import UsageError
+
 
 def bf16_compress(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook: `model.register_comm_hook(None, mpdist.torch.bf16_compress)`.
 
     Args:
         group: the process group; None for the default group.
+
+    Raises:
+        UsageError: None, and there is no default group.
     """
     group = dist.group.WORLD if group is None else group
-    assert group is not None
+    if group is None:
+        raise UsageError(
+            "bf16_compress takes torch's default process group, and there is none: call "
+            'torch.distributed.init_process_group("mpdist") first, or give register_comm_hook a group in place of None'
+        )
     gradients: Tensor = bucket.buffer()
     half = gradients.to(torch.bfloat16).div_(group.size())
     reduced = dist.all_reduce(half, group=group, async_op=True).get_future()
