@@ -13,6 +13,7 @@ loss.png
 """
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import mpdist
 from mpdist.torch import DistributedDataParallel, Metrics
 
-CONTEXT = 64
+CONTEXT, HEADS = 64, 4
 
 
 class Reader(nn.Module):
@@ -32,7 +33,7 @@ class Reader(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(symbols, width)
         self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, symbols)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
@@ -71,6 +72,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--curve", type=Path, help="draw the loss curve there (PNG); needs matplotlib")
     options = parser.parse_args()
+    if min(options.steps, options.batch, options.layers, options.width) < 1 or options.width % HEADS:
+        parser.error(f"all numbers must be at least 1, and --width a multiple of {HEADS}")
+    if options.curve and not options.curve.parent.is_dir():
+        parser.error(f"--curve {options.curve}: there is no folder {options.curve.parent}")
+    if options.curve and not find_spec("matplotlib"):
+        parser.error("--curve needs matplotlib: pip install 'mpdist[examples]'")
     torch.set_num_threads(1)
     world = mpdist.init()
     torch.manual_seed(0)

@@ -155,6 +155,22 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
     assert "| 2/2 [" in errors
 
 
+@has_torch
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--width", "30"], "--width a multiple of 4"),
+        (["--steps", "0"], "all numbers must be at least 1"),
+        (["--curve", "/gone/x.png"], "--curve /gone/x.png: there is no folder /gone"),
+    ],
+)
+def test_text_names_a_mistake_before_it_trains(options: list[str], text: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_text.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr.splitlines()[-1]
+
+
 GPU_NAMES = sorted(path.name for path in EXAMPLES.glob("gpu_*.py"))
 ON_GPU = ("train_digits.py", "train_digits_ddp.py", "torch_backend.py")
 SIMULATED = (str(Path(__file__).parent / "torch_support" / "on_simulated_gpu.py"),)
