@@ -26,7 +26,15 @@ from mpdist.errors import Unavailable, UsageError
 from mpdist.memory.buffer import cuda
 from mpdist.runtime.fork import refuse_child
 from mpdist.transport.cuda_aware.question import described
-from mpdist.transport.facts import Launched, MpiFacts, both_wheels, gather_facts, launch_mismatch, launched_as
+from mpdist.transport.facts import (
+    Launched,
+    MpiFacts,
+    both_wheels,
+    gather_facts,
+    launch_mismatch,
+    launched_as,
+    to_install,
+)
 
 Section = dict[str, str]
 
@@ -213,7 +221,7 @@ def fits(facts: MpiFacts, launcher: Launcher | str) -> str:
     if launcher.kind.value == facts.family:
         return f"its mpiexec ({launcher.kind.value}) belongs to this library"
     advice = both_wheels() or (
-        f"Use `mpdist run --mpi {facts.family}`, or install its launcher: pip install 'mpdist[{facts.family}]'"
+        f"Use `mpdist run --mpi {facts.family}`, or install its launcher: {to_install(facts.family)}"
     )
     return (
         f"MISMATCH: its mpiexec is of {launcher.kind.value}, the library of {facts.family}; every rank would be rank 0 "

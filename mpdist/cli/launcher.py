@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from mpdist.errors import Unavailable
-from mpdist.transport.facts import both_wheels
+from mpdist.transport.facts import both_wheels, to_install
 
 VERSION_SECONDS = 20.0
 
@@ -168,7 +168,7 @@ def find_launcher(wanted: Kind | None = None) -> Launcher:
         seen.append(f"{path} ({launcher.version})")
     what = f"no mpiexec of {wanted.value}" if wanted else "no mpiexec"
     extra = (wanted or Kind.MPICH).value
-    advice = both_wheels() or f"Install one: pip install 'mpdist[{extra}]', or load your site's MPI module"
+    advice = both_wheels() or f"Install one: {to_install(extra)}; or load your site's MPI module"
     raise Unavailable(f"{what} beside {sys.executable} or on PATH; found: {', '.join(seen) or 'nothing'}. {advice}.")
 
 

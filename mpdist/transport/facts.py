@@ -113,6 +113,13 @@ def both_wheels() -> str:
     )
 
 
+def to_install(wheel: str) -> str:
+    """How to install an MPI: where this environment has the other one's wheel, in one of its own."""
+    other = next((each for each in WHEELS if each != wheel and _is_installed(each)), None)
+    where = f" in an environment of its own, for this one has the wheel {other}" if other else ""
+    return f"pip install 'mpdist[{wheel}]'{where}"
+
+
 def _is_installed(package: str) -> bool:
     from importlib import metadata  # takes longer than all else here
 
@@ -135,7 +142,7 @@ def launch_mismatch(environ: Mapping[str, str], size: int, family: str) -> str |
         return None
     advice = both_wheels() or (
         f"Start with the launcher of {family} (`mpdist run` finds it), or install the other library: "
-        f"pip install 'mpdist[{launched.family}]'"
+        f"{to_install(launched.family)}"
     )
     return (
         f"the launcher ({launched.family}) started this process as rank {launched.rank} of {launched.size}, but the "

