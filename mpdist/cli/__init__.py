@@ -92,6 +92,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "Start a Python program on N ranks with this environment's mpiexec, and return the job's exit status: "
         "0 only if every rank finished. If a rank is lost, for whatever reason, the job ends within seconds."
     )
+    # argparse would write "..." for the program.
+    options = (
+        "[--mpi auto|mpich|openmpi] [--mpiexec PATH] [--hostfile FILE]\n       [--launcher-arg ARG] [--tag-output] "
+    )
+    parser.usage = (
+        f"mpdist run -n N {options}[--verbose] [--dry-run]\n       script.py [ARGUMENT ...] | -m module [ARGUMENT ...]"
+    )
     add = parser.add_argument
     add("-n", "-np", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks")
     add(

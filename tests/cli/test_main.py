@@ -30,6 +30,14 @@ def test_options_end_at_the_program() -> None:
     assert not options.module
 
 
+def test_usage_says_where_the_program_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("x.py")
+    told = capsys.readouterr().err
+    assert "script.py [ARGUMENT ...] | -m module [ARGUMENT ...]" in told
+    assert told.endswith("error: the following arguments are required: -n/-np/--ranks\n")
+
+
 @pytest.mark.parametrize("option", ["-n", "-np", "--ranks"])
 def test_number_of_ranks_as_launchers_spell_it(option: str) -> None:
     assert parse(option, "3", "x.py").ranks == 3
