@@ -99,9 +99,9 @@ def run(main: Main[T], *args: object) -> T:
     Returns its result, when all that it has posted is complete. May be called again, or together with `init()`.
 
     Raises:
-        UsageError: `main` is not a coroutine function; an event loop runs already; or see `init`.
+        UsageError: `main` is not a coroutine function, or takes no world; an event loop runs already; or see `init`.
     """
-    _check_main(main)
+    _check_main(main, args)
     job = _start()
     if job.is_guarded:
         return job.run_guarded(main, *args)
@@ -423,7 +423,7 @@ def _failure(error: BaseException) -> tuple[str, int]:
     return f"{name}({error.code!r})", exit_code(error.code)
 
 
-def _check_main(main: object) -> None:
+def _check_main(main: object, args: Sequence[object]) -> None:
     if inspect.iscoroutine(main):
         name = main.__name__
         main.close()
@@ -431,5 +431,19 @@ def _check_main(main: object) -> None:
     call = getattr(type(main), "__call__", None)  # noqa: B004  # an object may be called like a coroutine function
     if not (inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(call)):
         raise UsageError(f"run() takes a coroutine function, `async def main(world)`, got {main!r}")
+    _check_arguments(main, args)  # type: ignore[arg-type]  # it is callable
     if asyncio._get_running_loop() is not None:
         raise UsageError("run() was called in a running event loop: write `await main(mpdist.init())`")
+
+
+def _check_arguments(main: Callable[..., object], args: Sequence[object]) -> None:
+    """What is passed to asyncio.run takes no world, and is soon passed to run()."""
+    signature = inspect.signature(main, follow_wrapped=False)  # what a decorator takes, not what it wraps
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        name = getattr(main, "__name__", repr(main))
+        passed = ", ".join(["world", *map(repr, args)])
+        raise UsageError(
+            f"run() passes the world first: it would call {name}({passed}), but {name} takes {signature}: {error}"
+        ) from error

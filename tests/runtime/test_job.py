@@ -42,6 +42,7 @@ def test_init_serves_code_without_a_loop() -> None:
         ("mpdist.run(main(None))", "write mpdist.run(main), not main()"),
         ("mpdist.run(print)", "takes a coroutine function"),
         ("mpdist.run(3)", "takes a coroutine function"),
+        ("async def alone(): pass\nmpdist.run(alone)", "it would call alone(world), but alone takes (): too many"),
         ("asyncio.run(within(mpdist.run, main))", "write `await main(mpdist.init())`"),
         ("mpdist.init(); asyncio.run(within(mpdist.finalize))", "finalize() was called in a running event loop"),
     ],
