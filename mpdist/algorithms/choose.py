@@ -145,9 +145,9 @@ class Thresholds:
         if not self.cut or self.forced is not None:
             return ""
         return (
-            f"the table of thresholds leaves {', '.join(self.cut)} of {BUSY_BYTES // KIB**2} MiB and more to MPI's own "
-            "call, which would hold the event loop; on one node shared memory is taken nevertheless "
-            "(MPDIST_ALGORITHM=native forbids it, for all sizes)"
+            f"the table of thresholds (`mpdist info` names its file) leaves {', '.join(self.cut)} of "
+            f"{BUSY_BYTES // KIB**2} MiB and more to MPI's own call, which would hold the event loop; on one node "
+            "shared memory is taken nevertheless (MPDIST_ALGORITHM=native forbids it, for all sizes)"
         )
 
 

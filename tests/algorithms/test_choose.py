@@ -176,7 +176,9 @@ def test_a_size_that_does_not_hold_is_told(tmp_path: Path) -> None:
     )
     found = read_thresholds("auto", path, "mpich", 2, 2)
     assert found.cut == {"gather": BUSY_BYTES + 1}
-    assert found.note.startswith("the table of thresholds leaves gather of 32 MiB and more to MPI's own call")
+    assert found.note.startswith(
+        "the table of thresholds (`mpdist info` names its file) leaves gather of 32 MiB and more to MPI's own call"
+    )
     assert read_thresholds("native", path, "mpich", 2, 2).note == ""
     assert read_thresholds("auto", "", "mpich", 2, 2).note == ""
 
