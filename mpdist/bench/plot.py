@@ -26,6 +26,9 @@ WIDTH, ROW_HEIGHT = 5.6, 3.3
 MARGIN = 1.3
 """Inches of title, legend and footer."""
 
+SIZE = "size: largest array of a rank"
+MANY_TICKS = 6
+"""Of sizes, among which there is no room for both ends."""
 FEW_TIMES = 1000
 """Between times less far apart, powers of ten alone would be few ticks, or none."""
 
@@ -112,6 +115,8 @@ def plot(cases: Sequence[Case], path: str | Path) -> None:
         mine = [case for case in cases if case.op == op]
         _draw_times(grid[upper], op, mine)
         _draw_bandwidths(grid[lower], mine)
+        if rows == 1:
+            grid[upper].set_xlabel(SIZE)
     _frame(figure, cases, grid[places[0][0]])
     figure.savefig(path, dpi=110)
 
@@ -164,6 +169,7 @@ def _draw_bandwidths(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title("higher is better", fontsize=9, color="0.4", loc="right")
     axes.set_ylabel("bus bandwidth, GB/s")
+    axes.set_xlabel(SIZE)
     _size_axis(axes, cases)
 
 
@@ -171,14 +177,21 @@ def _size_axis(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_axis_on()
     axes.set_xscale("log", base=2)
     sizes = sorted(case.nbytes for case in cases)
-    ticks = [64 * 16**i for i in range(8) if sizes[0] <= 64 * 16**i <= sizes[-1]]
-    axes.set_xticks(sorted({sizes[0], *ticks, sizes[-1]} if len(ticks) < 6 else set(ticks)))
+    axes.set_xticks(size_ticks(sizes[0], sizes[-1]))
     axes.xaxis.set_major_formatter(lambda value, _: size_text(round(value)).replace(" ", "\n"))
     axes.minorticks_off()
     axes.grid(visible=True, color="0.9")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def size_ticks(first: int, last: int) -> list[int]:
+    """Both ends, and powers of 16 between them as far as there is room; without the ends where there are many."""
+    ticks = [64 * 16**i for i in range(8) if first <= 64 * 16**i <= last]
+    if len(ticks) >= MANY_TICKS:
+        return ticks
+    return sorted({first, *(each for each in ticks if 4 * first <= each <= last / 4), last})
 
 
 def _frame(figure: Any, cases: Sequence[Case], first: Axes) -> None:

@@ -19,7 +19,7 @@ from mpdist.bench.contenders import Bound, as_run
 from mpdist.bench.job import Bench, Task, progress_text
 from mpdist.bench.machine import CAN_PIN, core_for, pin
 from mpdist.bench.operations import Operation, given
-from mpdist.bench.plot import BEST_RAW, _draw_times, barrier_text, places_of, points, tuned_text
+from mpdist.bench.plot import BEST_RAW, _draw_times, barrier_text, places_of, points, size_ticks, tuned_text
 from mpdist.bench.plot import plot as draw
 from mpdist.bench.rounds import (
     FEWEST_ROUNDS,
@@ -244,6 +244,19 @@ def test_axis_of_times_has_ticks_also_within_a_decade(seconds: tuple[float, floa
     shown = [label.get_text() for at, label in labels if low <= at <= high]
     assert len(shown) > 1
     assert set(ticks) <= set(shown)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        (8, 2**19, [8, 64, 2**10, 2**14, 2**19]),  # 2**18 would be written over 2**19
+        (32, 2**22, [32, 2**10, 2**14, 2**18, 2**22]),
+        (8, 2**26, [64, 2**10, 2**14, 2**18, 2**22, 2**26]),
+        (64, 64, [64]),
+    ],
+)
+def test_axis_of_sizes_has_ticks_that_can_be_read(first: int, last: int, ticks: list[int]) -> None:
+    assert size_ticks(first, last) == ticks
 
 
 @pytest.mark.parametrize("ops", [1, 2, 3, 4, 9])
