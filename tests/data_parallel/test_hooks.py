@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from data_parallel.pairs import assert_equal, mlp, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist import Communicator, UsageError
+from mpdist import ClosedError, Communicator, UsageError, WorkTimeout
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -119,6 +120,28 @@ def test_hook_that_returns_no_future_is_named(comm: Communicator, returned: Any)
         model.register_comm_hook(None, hook)
         with pytest.raises(UsageError, match=f"hook returned a {type(returned).__name__}; it must return a"):
             model(torch.ones(4, 6).double()).sum().backward()
+
+
+@pytest.mark.parametrize("report_after", [None, "1.2"], ids=["", "reported before"])
+def test_hook_whose_future_never_completes_is_named(
+    comm: Communicator, report_after: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def forgets(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future()
+
+    if report_after is not None:
+        monkeypatch.setenv("MPDIST_REPORT_AFTER", report_after)
+    with wrapped(mlp(6, 3), comm) as model:
+        model.comm.timeout = 0.5
+        model.register_comm_hook(None, forgets)
+        x = torch.ones(4, 6).double()
+        hook = r"the Future that the communication hook .*forgets returned for bucket 0, the gradients of .*,"
+        with pytest.raises(WorkTimeout, match=rf"{hook} is not complete after 0.5 s"):
+            model(x).sum().backward()
+        with pytest.raises(ClosedError, match="Future was not complete in time"):
+            model(x).sum().backward()
+    written = capfd.readouterr().err
+    assert bool(re.search(rf"{hook} which is not complete after 1.2 s", written)) is (report_after is not None)
 
 
 def test_gloo_is_not_a_group_to_average_over(comm: Communicator) -> None:

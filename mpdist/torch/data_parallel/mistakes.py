@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mpdist.errors import UsageError
 from mpdist.torch.data_parallel.slot import Slot
+
+if TYPE_CHECKING:
+    from mpdist.torch.data_parallel.bucket import Bucket
 
 
 def fired_twice(slot: Slot) -> UsageError:
@@ -57,11 +62,23 @@ def is_replaced(where: str, name: str) -> UsageError:
 
 def no_future(where: str, hook: object, returned: object) -> UsageError:
     """A communication hook returned something else."""
-    name = getattr(hook, "__qualname__", repr(hook))
     return UsageError(
-        f"DistributedDataParallel on {where}: the communication hook {name} returned a {type(returned).__name__}; it "
-        "must return a torch.futures.Future of the reduced tensor"
+        f"DistributedDataParallel on {where}: the communication hook {_name(hook)} returned a "
+        f"{type(returned).__name__}; it must return a torch.futures.Future of the reduced tensor"
     )
+
+
+def future_of(where: str, hook: object, bucket: Bucket) -> str:
+    """The Future that a communication hook returned, in words."""
+    others = f" and {len(bucket.slots) - 1} more" if len(bucket.slots) > 1 else ""
+    return (
+        f"DistributedDataParallel on {where}: the Future that the communication hook {_name(hook)} returned for bucket "
+        f"{bucket.index()}, the gradients of {bucket.slots[0].name}{others},"
+    )
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 def uneven_forwards(where: str, mine: int, ranks: int, total: int) -> str:

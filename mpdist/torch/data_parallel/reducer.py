@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpdist.errors import ClosedError, UsageError
+from mpdist.errors import ClosedError, UsageError, WorkTimeout
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
@@ -38,7 +38,7 @@ from mpdist.torch.data_parallel.slot import Slot
 from mpdist.torch.data_parallel.statistics import Clock
 from mpdist.torch.data_parallel.streams import Streams
 from mpdist.torch.data_parallel.unused import Unused
-from mpdist.torch.data_parallel.waiting import hold
+from mpdist.torch.data_parallel.waiting import hold, wait_for_hook
 from mpdist.torch.futures import end_backward
 from mpdist.torch.waiting import finish
 
@@ -470,7 +470,13 @@ class Reducer:
     def _wait_for_hook(self, bucket: Bucket) -> None:
         future = bucket.future
         assert future is not None
-        self.comm._channel.engine.drive_while(lambda: not future.done())
+        assert self.hook is not None
+        if not future.done():
+            try:
+                wait_for_hook(self.comm, future, mistakes.future_of(self._where, self.hook[0], bucket))
+            except WorkTimeout:
+                self.broken = f"in its backward number {self.step} a hook's Future was not complete in time"
+                raise
         bucket.take(future.wait())  # done; on a device this thread's stream comes after it
         bucket.done_at = perf_counter()
 
