@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -116,18 +116,56 @@ class Backward:
     def __del__(self) -> None:
         self.end()  # of a backward that has failed, too, which calls nothing at its end
 
+    def complete(self, work: Work, *, waits: bool) -> None:
+        """Complete the Future of one of them, whose operation is done: at once within the backward, else in its turn.
+
+        A callback gets what it waits for at once, too. Collectives before it other ranks have called as well, and are
+        waited for; messages may need what this rank does next, and are not.
+
+        Args:
+            waits: False: leave it to others if it is not its turn.
+        """
+        if not self._is_over or _completing.backward is not None:
+            work.complete()
+            return
+        for posted in self._pending_before(work):
+            if not waits:
+                return
+            self._waiter.wait(posted)
+        while not work.is_complete:
+            if self._completes.acquire(blocking=False):
+                self._complete_done(work)
+            elif waits:
+                self._waiter.engine.drive_while(lambda: self._completes.locked() and not work.is_complete)
+            else:
+                return
+        self._advance()
+
+    def _pending_before(self, work: Work) -> Iterator[Posted[Any]]:
+        for each in list(self._works):
+            if each is work:
+                return
+            if each._posted.sequence and not each._posted._done:
+                yield each._posted
+
     def _advance(self) -> None:
         """Complete what is next, as far as operations are done; one thread at a time."""
         while self._is_next_done():
             if not self._completes.acquire(blocking=False):
                 return  # who has it looks again
-            before, _completing.backward = _completing.backward, self
-            try:
-                while self._is_next_done():
-                    self._works.popleft().complete()
-            finally:
-                _completing.backward = before
-                self._completes.release()
+            self._complete_done()
+
+    def _complete_done(self, wanted: Work | None = None) -> None:
+        """Complete what is next, and then the wanted one; this thread has `_completes`, and gives it back."""
+        before, _completing.backward = _completing.backward, self
+        try:
+            while self._is_next_done():
+                self._works.popleft().complete()
+            if wanted is not None:
+                wanted.complete()
+        finally:
+            _completing.backward = before
+            self._completes.release()
 
     def _is_next_done(self) -> bool:
         work = self._next()
@@ -172,8 +210,17 @@ class _MayFail(torch.futures.Future):  # type: ignore[type-arg]  # generic at ru
         self._error = result
         self.set_result(_Failure(result))
 
+    @staticmethod
+    def mpdist_collect_all(futures: Sequence[torch.futures.Future[Any]]) -> All:
+        """What torch.futures.collect_all does with several of which this is one."""
+        return All(futures)
+
+    def _complete(self) -> None:
+        """Wait for what it waits for, as far as Python has to do something for it; raises nothing of that."""
+
     def wait(self) -> Any:
-        """The result, or what went wrong."""
+        """The result, or what went wrong; drives."""
+        self._complete()
         result = super().wait()
         self._check()
         return result
@@ -199,43 +246,37 @@ class Future(_MayFail):
         """Leave the operation, which is done and has this Future: else the garbage collector is to free both."""
         self._work = None
 
-    def wait(self) -> Any:
-        """The result, or what went wrong."""
-        self._complete()
-        return super().wait()
-
     def done(self) -> bool:
         """Whether the result is there; looks once."""
         work = self._work
         if work is not None and work.is_completed():
-            work.complete()
+            work.complete_in_turn(waits=False)
         return super().done()
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """The Future of what the callback makes of this one."""
         work = self._work
-        if work is None or not work._is_held or super().done():
+        if work is None or not work.is_held or super().done():
             return super().then(callback)
         return _Then(self, callback)
 
     def _complete(self) -> None:
-        """Wait for the operation, then be complete, in this thread, also in a backward."""
+        """Wait for the operation, then be complete, also in a backward."""
         work = self._work
         if work is None:
             return
         if not work._posted._done:
             work._waiter.wait(work._posted)
-        if work._is_held:
-            work.complete()
+        if work.is_held:
+            work.complete_in_turn()
 
 
 class _Then(_MayFail):
     """What a callback makes of a Future that completes after a backward, or when it is waited for in it."""
 
-    def __init__(self, before: Future | _Then, callback: Callable[[Any], Any]) -> None:
+    def __init__(self, before: Future | _Then | All, callback: Callable[[Any], Any]) -> None:
         super().__init__(before._devices)
         self._before = before
-        self._complete: Callable[[], None] = before._complete
 
         def go_on(done: torch.futures.Future[Any]) -> None:
             try:
@@ -247,10 +288,8 @@ class _Then(_MayFail):
 
         before.add_done_callback(go_on)
 
-    def wait(self) -> Any:
-        """The result, or what went wrong."""
-        self._complete()
-        return super().wait()
+    def _complete(self) -> None:
+        self._before._complete()
 
     def done(self) -> bool:
         """Whether the result is there; looks once."""
@@ -259,3 +298,55 @@ class _Then(_MayFail):
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """The Future of what the callback makes of this one."""
         return super().then(callback) if super().done() else _Then(self, callback)
+
+
+class All(_MayFail):
+    """Several Futures as one, which fails with the first that does, as in torch."""
+
+    def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        super().__init__([])  # the result is not tensors
+        self._devices = list({device: None for each in futures for device in getattr(each, "_devices", ())})
+        self._futures = list(futures)
+        self._left = len(futures)
+        self._counting = threading.Lock()
+        for each in futures:
+            each.add_done_callback(self._count)
+        if not futures:
+            self.set_result([])
+
+    def _count(self, done: torch.futures.Future[Any]) -> None:
+        error = _error_of(done)
+        with self._counting:
+            if self._left == 0:  # it has failed
+                return
+            self._left = self._left - 1 if error is None else 0
+            if self._left:
+                return
+        if error is not None:
+            self.set_exception(error)
+            return
+        if self._devices:
+            for each in self._futures:
+                each.wait()  # done; this thread's stream comes after it
+        self.set_result(self._futures)
+
+    def _complete(self) -> None:
+        for each in self._futures:
+            if isinstance(each, _MayFail):
+                each._complete()
+
+    def done(self) -> bool:
+        """Whether all results are there; looks once."""
+        return super().done() or (all(each.done() for each in self._futures) and super().done())
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """The Future of what the callback makes of all."""
+        return super().then(callback) if super().done() else _Then(self, callback)
+
+
+def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
+    try:
+        done.value()
+    except Exception as error:
+        return error
+    return None

@@ -18,6 +18,7 @@ from mpdist.config import Config
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+    from torch.futures import Future
 
 NAME = "mpdist"
 SCHEME = "mpi"
@@ -64,6 +65,7 @@ def _register() -> None:
     _register_rendezvous()
     _let_groups_end()
     _let_barrier_be_monitored()
+    _let_futures_be_collected()
     take_mpi()
 
 
@@ -134,3 +136,20 @@ def _let_barrier_be_monitored() -> None:
     monitored_barrier.__doc__ = stock.__doc__
     distributed_c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
+
+
+def _let_futures_be_collected() -> None:
+    """torch does it in C++, which neither drives for ours, as a wait in a backward must, nor hears of their errors."""
+    from torch import futures as torch_futures
+
+    stock = torch_futures.collect_all
+
+    def collect_all(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
+        own = next((each for each in futures if hasattr(each, "mpdist_collect_all")), None)
+        return stock(futures) if own is None else own.mpdist_collect_all(futures)
+
+    def wait_all(futures: list[Future[Any]]) -> list[Any]:
+        return [each.wait() for each in collect_all(futures).wait()]
+
+    collect_all.__doc__, wait_all.__doc__ = stock.__doc__, torch_futures.wait_all.__doc__
+    torch_futures.collect_all, torch_futures.wait_all = collect_all, wait_all

@@ -8,6 +8,7 @@ first. The Future, which is costly, is made when it is asked for.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from time import monotonic
@@ -22,7 +23,7 @@ from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
-from mpdist.torch.futures import Future, running_backward
+from mpdist.torch.futures import All, Backward, Future, running_backward
 from mpdist.torch.options import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ class Waiter:
 
 
 class Work(TorchWork):
-    """A posted operation."""
+    """A posted operation.
+
+    Attributes:
+        is_complete: its Future has its result, or gets it now.
+    """
 
     def __init__(
         self,
@@ -98,8 +103,8 @@ class Work(TorchWork):
         self._finish = finish
         self._event = event
         self._future: Future | None = None
-        self._is_complete = False
-        self._is_held = False
+        self.is_complete = False
+        self._backward: Callable[[], Backward | None] | None = None
         self._was_waited_for = False
         if finish is not None:
             self._finishing = threading.Lock()
@@ -125,8 +130,8 @@ class Work(TorchWork):
         if self._finish is not None:
             self._finish_once()
         self._was_waited_for = True
-        if self._is_held:
-            self.complete()
+        if self._backward is not None:
+            self.complete_in_turn()
         return True
 
     def __await__(self) -> Generator[Any, None, list[Tensor]]:
@@ -202,19 +207,32 @@ class Work(TorchWork):
         if backward is None:
             when_done(self._posted, lambda _: self.complete())
         else:
-            self._is_held = True
+            self._backward = weakref.ref(backward)  # whose end torch decides
             backward.hold(self)
         if not self._posted._done:
             self._waiter.progress.posted(is_urgent=backward is None)  # else its end waits
         return self._future
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a Future that a backward holds back."""
+        return self._backward is not None
+
+    def complete_in_turn(self, *, waits: bool = True) -> None:
+        """`complete`, where a backward holds the Future as that has it; see `Backward.complete`."""
+        backward = None if self._backward is None else self._backward()
+        if backward is None:
+            self.complete()
+        else:
+            backward.complete(self, waits=waits)
+
     def complete(self) -> None:
         """Give the Future, if there is one, what the operation, which is done, has led to."""
         with _making:
             future = self._future
-            if future is None or self._is_complete:
+            if future is None or self.is_complete:
                 return
-            self._is_complete = True
+            self.is_complete = True
         future.let_go()
         error = self._posted._error
         if error is None:
@@ -316,7 +334,7 @@ class Several(TorchWork):
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        futures = All([work.get_future() for work in self._works])
         return futures.then(lambda done: [tensor for each in done.value() for tensor in each.value()])
 
 

@@ -150,8 +150,75 @@ def test_a_callback_that_raises_is_its_own_future_s_error(group: dist.ProcessGro
             assert future.wait() == total(group, layer)
 
 
+def test_a_hook_may_wait_for_several_futures(group: dist.ProcessGroup) -> None:
+    found: list[float] = []
+
+    def wait(layer: int) -> None:
+        works = [dist.all_reduce(numbers(group, layer, stage), async_op=True) for stage in range(2)]
+        if layer % 2:
+            results = torch.futures.wait_all([work.get_future() for work in works])
+            found.append(float(results[1][0][0]))
+        else:
+            both = torch.futures.collect_all([work.get_future() for work in works])
+            found.append(both.then(lambda done: float(done.value()[1].value()[0][0])).wait())
+
+    backward(wait)
+    assert found == [total(group, layer) for layer in range(LAYERS)]
+
+
+WAITS: dict[str, Callable[[Any, Any], object]] = {
+    "future.wait": lambda work, future: future.wait(),
+    "work.wait": lambda work, future: work.wait(),
+    "future.done": lambda work, future: [time.sleep(0.0001) for _ in iter(future.done, True)],
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_after_a_backward_futures_complete_in_order_whichever_is_waited_for(group: dist.ProcessGroup, way: str) -> None:
+    """Collected ones, too. Rank 0 comes so late that the backward of the others is over before."""
+    done: list[tuple[int, int]] = []
+    works: list[Any] = []
+    futures: list[Any] = []
+
+    def post(layer: int, stage: int) -> None:
+        if layer == stage == group.rank() == 0:
+            time.sleep(3 * futures_of_backwards.STANDSTILL_SECONDS)
+
+        def go_on(both: torch.futures.Future[Any]) -> None:
+            assert [each.value()[0].unique().item() for each in both.value()] == [total(group, layer)] * 2
+            done.append((stage, layer))
+            if stage == 0:
+                post(layer, 1)
+
+        both = [dist.all_reduce(numbers(group, layer, stage), async_op=True) for _ in range(2)]
+        works.append(both[1])
+        futures.append(torch.futures.collect_all([work.get_future() for work in both]).then(go_on))
+
+    for _ in range(3):
+        backward(lambda layer: post(layer, 0))
+        for work, future in reversed(list(zip(works, futures, strict=True))):
+            WAITS[way](work, future)
+        for future in futures:  # grows while it is gone through
+            future.wait()
+        assert done == [(stage, layer) for stage in range(2) for layer in range(LAYERS)]
+        for each in (done, works, futures):
+            each.clear()
+
+
 class _Failed(Exception):
     pass
+
+
+def test_several_futures_fail_with_the_first_that_fails(group: dist.ProcessGroup) -> None:
+    def bring() -> None:
+        raise _Failed("no place")
+
+    for collect in (torch.futures.wait_all, lambda each: torch.futures.collect_all(each).wait()):
+        works: list[Any] = [dist.all_reduce(numbers(group, 0, stage), async_op=True) for stage in range(3)]
+        works[1]._finish, works[1]._finishing = bring, threading.Lock()
+        with pytest.raises(_Failed, match="no place"):
+            collect([work.get_future() for work in works])
+    dist.barrier()
 
 
 def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.ProcessGroup) -> None:
