@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpdist
-from mpdist import Communicator, UsageError
+from mpdist import Communicator, UsageError, WorkTimeout
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -175,6 +175,54 @@ def test_two_wrapped_modules_in_one_backward(comm: Communicator) -> None:
             second(first(x)).square().mean().backward()
             expected = averaged(comm, both_nets, lambda f, x=x: f(x).square().mean())
             assert_equal([p.grad for p in both_nets.parameters()], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)  # of halves the notes are a message more
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_wrapped_modules_in_one_backward_may_come_in_another_order_on_each_rank(
+    comm: Communicator, has_unused: bool, dtype: torch.dtype
+) -> None:
+    options = {"bucket_cap_mb": 1e-4, "find_unused_parameters": has_unused}
+    a, b = mlp(6, 10, 5, dtype=dtype), mlp(6, 9, 2, dtype=dtype)
+    with wrapped(a, comm, **options) as first, wrapped(b, comm, **options) as second:
+        models = [first, second]
+        for model in models:
+            model.comm.timeout = 10
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), dtype)
+            for net in (a, b):
+                net.zero_grad()
+            order = models if (comm.rank + number) % 2 else models[::-1]
+            torch.stack([model(x).square().mean() for model in order]).sum().backward()
+            for net in (a, b):
+                expected = averaged(comm, net, lambda f, x=x: f(x).square().mean())
+                assert_equal([p.grad for p in net.parameters()], expected, 1e-12 if dtype is torch.float64 else 1e-2)
+
+
+@pytest.mark.ranks(2, 3)
+def test_backwards_of_two_wrapped_modules_in_another_order_are_named(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as first, wrapped(mlp(6, 3), comm) as second:
+        models = [first, second] if comm.rank % 2 else [second, first]
+        for model in models:
+            model.comm.timeout = 1
+        loss = models[0](inputs(comm, 0, (4, 6), torch.float64)).sum()
+        with pytest.raises(WorkTimeout) as caught:
+            loss.backward()  # that of models[1] would follow
+        texts = comm.all_gather_object(str(caught.value)).wait()  # one may have been late, and found the others gone
+        assert any("several wrapped modules? their backwards must come in the same order" in text for text in texts)
+
+
+def test_a_module_that_fails_at_the_end_of_a_common_backward_leaves_the_others_as_they_are(comm: Communicator) -> None:
+    a, b = mlp(6, 3), mlp(6, 3)
+    b.add_module("never", nn.Linear(3, 3).double())
+    b.forward = lambda x: b[1](b[0](x))
+    with wrapped(b, comm) as second, wrapped(a, comm) as first:
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            with pytest.raises(UsageError, match=r"never\.(weight|bias), never\.(weight|bias) got no gradient"):
+                (first(x).sum() + second(x).sum()).backward()
+            assert not first.reducer.is_active
+            assert not second.reducer.is_active
 
 
 def test_gradients_are_views_of_buckets(comm: Communicator) -> None:

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mpdist.torch.compiling import leave_alone
 
+NO_TASK = -1
+
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -45,9 +47,14 @@ def at_end_of_backward(ended: Callable[[], object], broke_off: Callable[[], obje
     _engine.queue_callback(Ending(ended, broke_off))
 
 
+def current_task() -> int:
+    """Which graph task runs in this thread, as torch counts them; NO_TASK outside of all."""
+    return int(torch._C._current_graph_task_id())
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a graph task."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_task() != NO_TASK
 
 
 def is_whole_backward() -> bool:

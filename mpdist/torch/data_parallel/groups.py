@@ -64,7 +64,10 @@ def own_communicator(comm: Communicator | None, process_group: Any) -> Communica
     return duplicate
 
 
-ADVICE = "unequal numbers of batches? model.join(), drop_last=True, mpdist.torch.check"
+ADVICE = (
+    "unequal numbers of batches? model.join(), drop_last=True, mpdist.torch.check; several wrapped modules? their "
+    "backwards must come in the same order on all ranks"
+)
 
 
 def communicator_of(process_group: Any) -> Communicator | None:

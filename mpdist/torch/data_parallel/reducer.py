@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
 from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import (
+    NO_TASK,
     at_end_of_backward,
+    current_task,
     is_in_backward,
     is_in_reentrant_checkpoint,
     is_whole_backward,
@@ -49,6 +52,9 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 # Reducers whose backward runs, in any thread.
 _running: set[Reducer] = set()
+
+# Ranks that share several modules have wrapped them in the same order.
+_numbers = count()
 
 
 class Reducer:
@@ -105,6 +111,8 @@ class Reducer:
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
         self._aside: Aside | None = None
+        self._number = next(_numbers)
+        self._task = NO_TASK
         self._started = 0
         self._is_closing = self._is_absent = False
         self._forwards = 0
@@ -204,7 +212,8 @@ class Reducer:
             )
         self._hooks.be_last(self.ready)
         self._open()
-        at_end_of_backward(self.finish, self._broke_off)
+        self._task = current_task()
+        at_end_of_backward(self._end, self._broke_off)
 
     def _open(self, is_absent: bool = False) -> None:
         if self.broken:
@@ -248,6 +257,7 @@ class Reducer:
     def _rest(self) -> None:
         """No backward runs."""
         self.is_active = False
+        self._task = NO_TASK
         _running.discard(self)
 
     def ready(self, slot: Slot) -> None:
@@ -335,7 +345,9 @@ class Reducer:
         self._notes.write(missing, self.clock.computed(), self._forwards)
 
     def _broke_off(self) -> None:
-        """An exception ended the backward."""
+        """An exception ended the backward, unless it was that of this module's own end."""
+        if not self.is_active:
+            return
         self._rest()
         self.is_expected = self._has_derivatives = False
         if self._started:
@@ -345,6 +357,21 @@ class Reducer:
             )
 
     # ------------------------------------------------------------------ the end of backward
+
+    def _end(self) -> None:
+        """Backward is over, for all modules in it: these end in the order in which they were wrapped.
+
+        Each waits for the same of other ranks, where backward may have come to another module first.
+        """
+        if not self.is_active:
+            return
+        together = [other for other in tuple(_running) if other._task == self._task]
+        try:
+            for each in sorted(together, key=lambda other: other._number):
+                each.finish()
+        finally:
+            if self.is_active:  # one before it has failed
+                self._broke_off()
 
     def finish(self) -> None:
         """Backward is over: what is missing is zero; wait for all."""
