@@ -37,6 +37,36 @@ def test_all_ranks_freeze_and_thaw(comm: Communicator, bucket_cap_mb: float, opt
             assert_equal([p.grad for p in net.parameters() if p.requires_grad], expected)
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("without", [None, 0], ids=["", "rank 0 has none"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}], ids=str)
+def test_gradients_of_no_sync_are_averaged_though_they_were_frozen_since(
+    comm: Communicator, options: dict[str, Any], without: int | None, steps: int
+) -> None:
+    net = nn.Sequential(nn.Embedding(5, 6, sparse=True), nn.Flatten(), *mlp(12, 10, 3)).double()
+    frozen = [*net[0].parameters(), *net[2].parameters()]
+    with wrapped(net, comm, **options) as model:
+        for number in range(steps):
+            model(torch.tensor([[number, comm.rank]])).sum().backward()
+        model.zero_grad()
+        with model.no_sync():
+            model(torch.tensor([[4, comm.rank]])).square().sum().backward()
+        for parameter in frozen:
+            if comm.rank == without:
+                parameter.grad = None
+            parameter.requires_grad_(False)
+        expected = []
+        for parameter in frozen:
+            mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense().clone()
+            comm.all_reduce(mean, op="avg").wait()
+            expected.append(mean)
+        for _ in range(2):
+            model(torch.tensor([[2, comm.rank]])).sum().backward()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in frozen]
+            assert_equal(gradients, expected)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("bucket_cap_mb", [1e-4, 25])

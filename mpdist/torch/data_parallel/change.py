@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mpdist.errors import UsageError
-from mpdist.torch.data_parallel import start
+from mpdist.memory import premul_sum
+from mpdist.torch.data_parallel import sparse, start
 from mpdist.torch.data_parallel.notes import Notes
 from mpdist.torch.waiting import finish
 
@@ -67,3 +68,26 @@ def check(comm: Communicator, slots: Sequence[Slot], changed: int, is_hooked: bo
             f"parameters of the DistributedDataParallel on '{comm.name}' were frozen or thawed on {changed} of "
             f"{comm.size} ranks; set requires_grad to the same on all ranks, between the same steps"
         )
+
+
+def average_left(comm: Communicator, slots: Sequence[Slot], divisor: float, is_absent: bool) -> None:
+    """Average gradients of no_sync() whose parameters were frozen since: they are in no bucket any more.
+
+    Args:
+        slots: those of which some rank has one.
+        is_absent: this rank takes part with nothing.
+    """
+    for slot in slots:
+        if slot.is_sparse:
+            sparse.average(comm, slot, divisor, is_absent)
+            continue
+        gradient = None if is_absent else slot.parameter.grad
+        if gradient is None:
+            mean = torch.zeros_like(slot.parameter, memory_format=torch.contiguous_format)
+        else:
+            mean = gradient.clone(memory_format=torch.contiguous_format)
+        finish(comm.all_reduce(mean, op=premul_sum(1 / divisor)))
+        if gradient is not None:
+            gradient.copy_(mean)
+        elif not is_absent:
+            slot.parameter.grad = mean

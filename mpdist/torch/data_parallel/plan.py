@@ -36,25 +36,31 @@ class Agreement(NamedTuple):
     Attributes:
         order: indices of the slots, as their gradients become ready on the mean of the ranks.
         used: for each slot, how many ranks had a gradient.
+        left: for each parameter, how many ranks have a gradient that is left over, see `change.average_left`.
         is_hidden: on some rank a thread moves buckets while backward computes.
     """
 
     order: list[int]
     used: list[int]
+    left: list[int]
     is_hidden: bool
 
 
-def agree(comm: Communicator, slots: Sequence[Slot], seen: Sequence[int] | None, is_hidden: bool) -> Talk[Agreement]:
+def agree(
+    comm: Communicator, slots: Sequence[Slot], seen: Sequence[int] | None, left: Sequence[bool], is_hidden: bool
+) -> Talk[Agreement]:
     """Join what the ranks have seen; None is a rank that has seen no order, and only listens to the others'."""
     count = len(slots)
-    numbers = np.zeros(2 * count + 1, np.int64)
+    numbers = np.zeros(2 * count + len(left) + 1, np.int64)
+    numbers[2 * count : -1] = left
     numbers[-1] = is_hidden
     if seen is not None:
         lasts = list(dict.fromkeys(reversed(seen)))[::-1]  # complete when it fired for the last time
         numbers[:count] = positions_of(lasts, count)
         numbers[[count + index for index in lasts]] = 1
     yield comm.all_reduce(numbers)
-    return Agreement(agreed_order(numbers[:count].tolist()), numbers[count:-1].tolist(), bool(numbers[-1]))
+    positions, used, lefts = np.split(numbers[:-1], [count, 2 * count])
+    return Agreement(agreed_order(positions.tolist()), used.tolist(), lefts.tolist(), bool(numbers[-1]))
 
 
 class Sizes(NamedTuple):

@@ -449,7 +449,10 @@ class Reducer:
         change.check(self.comm, self._all, changed, self.hook is not None)
         self._former = None
         seen = None if self._is_absent else self._seen
-        agreement = hold(plan.agree(self.comm, self.slots, seen, self.overlap.has_thread))
+        left = [self.unused.is_left(slot) and not self._is_absent for slot in self._all]
+        agreement = hold(plan.agree(self.comm, self.slots, seen, left, self.overlap.has_thread))
+        left_over = [slot for slot, ranks in zip(self._all, agreement.left, strict=True) if ranks]
+        change.average_left(self.comm, left_over, self.divisor, self._is_absent)
         self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
             self.comm, self.slots, agreement, self.bucket_bytes, self.hook is not None, self.bucket_type

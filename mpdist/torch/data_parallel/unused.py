@@ -66,6 +66,10 @@ class Unused:
             return slot.fired > 0
         return slot.parameter.grad is not None and (slot.fired > 0 or slot in self.touched)
 
+    def is_left(self, slot: Slot) -> bool:
+        """Whether it has a gradient of no_sync() that no bucket takes, for it was frozen since."""
+        return slot.handle is None and slot in self.touched and slot.parameter.grad is not None
+
     def begin(self) -> None:
         """A backward begins."""
         self._kept.clear()
