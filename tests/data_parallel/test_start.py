@@ -186,6 +186,32 @@ def test_what_torchs_class_averages_already_is_refused(comm: Communicator, gloo:
     DistributedDataParallel(inner, comm).close()
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_forward_within_torchs_class_is_refused_where_both_average(
+    comm: Communicator, gloo: dist.ProcessGroup, ignores: bool
+) -> None:
+    with wrapped(mlp(6, 2), comm) as ours:
+        outer = nn.Sequential(ours, mlp(2, 3))
+        if ignores:
+            own = [name for name, _ in outer.named_parameters() if name.startswith("0.")]
+            TorchDataParallel._set_params_and_buffers_to_ignore_for_model(outer, own)
+        theirs = TorchDataParallel(outer, process_group=gloo)
+        for number in range(2):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            with torch.no_grad():
+                theirs(x)
+            if not ignores:
+                with pytest.raises(UsageError, match=r"0\.weight is in mpdist's .*torch's own.*averaged twice"):
+                    theirs(x)
+                continue
+            theirs.zero_grad()
+            expected = torch.autograd.grad(outer[1](ours.module(x)).sum(), list(outer.parameters()))
+            theirs(x).sum().backward()
+            for parameter, gradient in zip(outer.parameters(), expected, strict=True):
+                comm.all_reduce(gradient, op="avg").wait()
+                torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_it_can_be_neither_pickled_nor_copied(comm: Communicator) -> None:
     with wrapped(mlp(6, 3), comm) as model:
         for make in (pickle.dumps, copy.deepcopy):

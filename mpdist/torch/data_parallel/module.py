@@ -187,6 +187,9 @@ class DistributedDataParallel(TorchDataParallel):
                     f"DistributedDataParallel on '{self.comm.name}' (rank {self.comm.rank}) is closed: gradients would "
                     "not be averaged; use its .module, or wrap that again"
                 )
+            outer = TorchDataParallel._active_ddp_module
+            if outer is not None:
+                _check_not_within(outer, self.reducer.slots)
             self.reducer.look_at_parameters()
         self._call_roll(averages)
         if self.require_forward_param_sync and self.broadcast_buffers and not self.comm._channel.is_closed:
@@ -404,6 +407,21 @@ def _check_alone(module: torch.nn.Module, named: list[tuple[str, torch.nn.Parame
                 f"{name or 'the module'} is in torch's own DistributedDataParallel already, so its gradients would be "
                 "averaged twice; wrap what is in it, its .module"
             )
+
+
+def _check_not_within(outer: TorchDataParallel, slots: Sequence[Slot]) -> None:
+    """Raise where torch's class, whose forward this one is in, averages some of the same gradients."""
+    if isinstance(outer, DistributedDataParallel):
+        return
+    ignored = outer.parameters_to_ignore
+    theirs = {id(parameter) for name, parameter in outer.module.named_parameters() if name not in ignored}
+    both = next((slot.name for slot in slots if id(slot.parameter) in theirs), None)
+    if both is not None:
+        raise UsageError(
+            f"{both} is in mpdist's DistributedDataParallel, and that in torch's own, so its gradient would be "
+            "averaged twice; take one of them, or let torch's ignore these parameters: "
+            "_set_params_and_buffers_to_ignore_for_model()"
+        )
 
 
 def _let_go(reducer: Reducer, comm: Communicator) -> None:
