@@ -61,6 +61,9 @@ def test_init_sync_may_be_left_out(comm: Communicator) -> None:
         (lambda odd: nn.Linear(6, 3).to(torch.float64 if odd else torch.float32), "weight float64"),
         (lambda odd: nn.Linear(6, 3, bias=not odd), r"number 1 is bias float32 \(3,\) on rank.*nothing on rank 1"),
         (lambda odd: nn.Linear(6, 3).requires_grad_(True) if not odd else _half_frozen(), "weight .* frozen on rank 1"),
+        (lambda odd: nn.LazyLinear(3) if odd else nn.Linear(6, 3), "weight not initialised on rank 1"),
+        (lambda odd: nn.Flatten() if odd else nn.Linear(6, 3), "refused: no parameter .* nothing to average on rank 1"),
+        (lambda odd: nn.Linear(6, 3, device="meta" if odd else "cpu"), r"weight float32 \(3, 6\) on meta on rank 1"),
     ],
 )
 def test_difference_between_ranks_is_named(comm: Communicator, make: Any, text: str) -> None:

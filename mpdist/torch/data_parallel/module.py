@@ -114,8 +114,13 @@ class DistributedDataParallel(TorchDataParallel):
         comm, process_group = told(comm, process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
-        self.device = _checked(named)
-        _check_alone(module, named)
+        try:
+            self.device = _checked(named)
+            _check_alone(module, named)
+        except UsageError as fault:
+            if init_sync:
+                start.tell(own_communicator(comm, process_group), named, fault)
+            raise
         self.device_ids = placing.check_ids(self.device, device_ids, output_device)
         self.parameters_to_ignore = ignored
         self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator

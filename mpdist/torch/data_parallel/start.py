@@ -37,6 +37,19 @@ def compare(comm: Communicator, what: str, tensors: Named) -> None:
         raise UsageError(f"on '{comm.name}' (rank {comm.rank}): " + "; ".join(refused))
 
 
+def tell(comm: Communicator, parameters: Named, fault: UsageError) -> None:
+    """Let the other ranks, which compare their parameters, hear that this one refuses its module; ends `comm`.
+
+    Raises:
+        CollectiveMismatch: not all ranks refuse theirs likewise.
+    """
+    try:
+        described = [describe(name, parameter) for name, parameter in parameters]
+        hold(check_descriptions(comm, "parameters", [*described, f"refused: {fault}"]))
+    finally:
+        comm._closed("its DistributedDataParallel was not made")
+
+
 def refusals(what: str, tensors: Named) -> list[str]:
     """Why some tensors are not broadcast or not trained, and what to do, in words."""
     faults = [(name, fault_of(tensor)) for name, tensor in tensors]
