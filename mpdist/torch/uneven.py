@@ -7,7 +7,7 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
+
+# What tells it from the operation that it is where a rank gives no sizes, which must be so on all.
+_DETAILS: dict[str, Callable[[], str]] = {"all_to_all": lambda: "with split sizes"}
 
 # Some MPIs count with 32 bits.
 MAX_COUNT = 2**31 - 1
@@ -183,7 +186,7 @@ def _post(
     *arguments: Any,
 ) -> TorchWork:
     if all(buffer is None or buffer.device is HOST for buffer in (x, out)):
-        posted: Collective[Any] = group._channel.post(op, program, str, x, out, *arguments)
+        posted: Collective[Any] = group._channel.post(op, program, _DETAILS.get(op, str), x, out, *arguments)
     else:
         posted = _post_staged(group, op, program, x, out, *arguments)
     return group._hand(posted, opts, outputs, finish, inputs)
@@ -199,7 +202,9 @@ def _post_staged(
     source = None if x is None else staging.mirrored(x, is_source=True)
     target = None if out is None else staging.mirrored(out, is_result=True)
     channel = through(group._comm, staging)._channel
-    posted: Collective[Any] = channel.post(op, partial(_with_result, program), str, source, target, *arguments)
+    posted: Collective[Any] = channel.post(
+        op, partial(_with_result, program), _DETAILS.get(op, str), source, target, *arguments
+    )
     return posted
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -346,6 +348,21 @@ def test_what_is_not_strided_is_refused_by_every_rank(group: dist.ProcessGroup, 
     # Nothing was sent: the next one pairs up.
     dist.all_reduce(total := torch.ones(1))
     assert total.item() == size
+
+
+@pytest.mark.ranks(2, 3)
+def test_split_sizes_on_one_rank_only_are_named(group: dist.ProcessGroup) -> None:
+    size, text = group.size(), ""
+    part: Any = dist.new_group(timeout=timedelta(seconds=2))
+    sizes = [1] * size if group.rank() == 0 else None
+    try:
+        dist.all_to_all_single(torch.zeros(size), torch.zeros(size), sizes, sizes, group=part)
+    except RuntimeError as error:  # refused on the rank that comes later; those before it wait in vain
+        text = str(error)
+    texts: list[Any] = [None] * size
+    dist.all_gather_object(texts, text)
+    assert any(re.search("differs between ranks.* all_to_all with split sizes", each) for each in texts), texts
+    dist.destroy_process_group(part)
 
 
 def test_outputs_whose_elements_share_memory_are_refused(group: dist.ProcessGroup) -> None:
