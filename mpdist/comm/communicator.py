@@ -157,6 +157,7 @@ class Communicator(Objects, Collectives, Groups):
         if work._error is not None:
             return
         self._node = node = work._result
+        node._is_node = True
         if self._channel.is_closed:
             node._leave("the communicator whose node it is was closed")
 

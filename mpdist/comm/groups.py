@@ -208,12 +208,14 @@ class Groups(Operations):
         await self._close()
 
     def __del__(self) -> None:
-        if self._drop():
+        if self._drop() and not self._is_node:
             words = f"communicator {self._channel.where()} was never closed"
             warnings.warn(words, ResourceWarning, stacklevel=2, source=self)
 
     def _drop(self) -> bool:
         """Have it closed when the ranks make another one, once all members have dropped it; nobody uses it any more.
+
+        Somebody may still use its communicator of the node, which from now on is dropped by itself.
 
         Returns:
             False where there is nothing to close.
@@ -222,8 +224,11 @@ class Groups(Operations):
         if channel is None or channel.is_closed or sys.is_finalizing() or self._owner_pid != os.getpid():
             return False
         channel.engine.dropped.append(Dropped(channel, self._close))
+        self._node = None
         return True
 
+    _is_node = False
+    """Whether it is another's communicator of the node, which nobody has to close."""
     _owner_pid: int
     _node: Communicator | None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,20 @@ async def test_its_node_goes_with_it(comm: Communicator) -> None:
     part = await comm.dup()
     await part.node.barrier()
     del part
+    assert await open_names(comm) == before
+
+
+async def test_its_node_stays_while_it_is_used(comm: Communicator) -> None:
+    await settle(comm)
+    before = await open_names(comm)
+    node = (await comm.dup()).node
+    assert await open_names(comm) == before | {node.name}
+    assert (await node.all_reduce(np.ones(3))).tolist() == [node.size] * 3
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del node
+        gc.collect()
+    assert not told  # nobody has to close a node
     assert await open_names(comm) == before
 
 
