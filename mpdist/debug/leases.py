@@ -10,6 +10,7 @@ in place) have no checksum: MPI itself changes them.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from bisect import bisect_left, insort
 from collections import deque
@@ -109,31 +110,38 @@ def _start(place: tuple[Span, Lease]) -> int:
 
 @dataclass
 class Leases:
-    """All leases of this process."""
+    """All leases of this process: threads post at the same time, and what one lets go of another must not look at.
+
+    The lock may be taken again by its owner: a signal's handler may post, too.
+    """
 
     _held: deque[Lease] = field(default_factory=deque)
     _read: Places = field(default_factory=Places)
     _written: Places = field(default_factory=Places)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def take(self, text: str, spans: Iterable[Span], is_over: Callable[[], bool]) -> None:
         """Add a lease, until `is_over()`."""
         lease = Lease(text, [span for span in spans if span.nbytes], is_over)
-        self._held.append(lease)
-        for span in lease.spans:
-            self._places(span).add(span, lease)
+        with self._lock:
+            self._held.append(lease)
+            for span in lease.spans:
+                self._places(span).add(span, lease)
 
     def check(self, who: str, spans: Iterable[Span]) -> None:
         """Raise UsageError if the memory belongs to another operation than `who`, `recv on 'world' (rank 0 of 2)`."""
-        self._look_at_some()
-        for mine in spans:
-            lease = self._written.overlapping(mine)
-            if lease is None and mine.writes:
-                lease = self._read.overlapping(mine)
-            if lease is not None:
-                raise UsageError(
-                    f"{who}: its buffer overlaps in memory with that of {lease.text}, which is pending: "
-                    "await that first, or give each operation memory of its own"
-                )
+        with self._lock:
+            self._look_at_some()
+            lease = next(filter(None, map(self._clashing, spans)), None)
+        if lease is not None:
+            raise UsageError(
+                f"{who}: its buffer overlaps in memory with that of {lease.text}, which is pending: "
+                "await that first, or give each operation memory of its own"
+            )
+
+    def _clashing(self, mine: Span) -> Lease | None:
+        lease = self._written.overlapping(mine)
+        return self._read.overlapping(mine) if lease is None and mine.writes else lease
 
     def _look_at_some(self) -> None:
         """Let go of what is over, in rotation: whoever has thousands pending pays for a few of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from functools import partial
 
@@ -102,3 +104,33 @@ def test_a_checksum_sees_any_byte(dtype: str) -> None:
     assert checksum(buffers) == before
     x.view("u1")[57] = 1
     assert checksum(buffers) != before
+
+
+def test_threads_take_leases_at_the_same_time() -> None:
+    """One let go of a lease while another looked at it: IndexError, and mistakes that were not seen."""
+    leases = Leases()
+    failures: list[BaseException] = []
+
+    def work(start: int) -> None:
+        try:
+            for number in range(1500):
+                span, is_over = Span(start + number % 50 * 1000, 1000, True), []
+                leases.check("recv", [span])
+                leases.take("recv", [span], partial(bool, is_over))
+                with pytest.raises(UsageError):
+                    leases.check("send", [span])
+                is_over.append(True)
+        except BaseException as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number * 1_000_000,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
