@@ -235,7 +235,8 @@ class Arena:
         return start, end
 
     def _discard(self, start: int, end: int) -> None:
-        """Give the whole pages of a hole back to the system."""
+        """Give the whole pages of a hole back to the system, where it takes them."""
         first, last = _rounded(start, PAGE_BYTES), end // PAGE_BYTES * PAGE_BYTES
         if last > first and hasattr(mmap, "MADV_REMOVE"):
-            self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+            with suppress(OSError):  # ramfs can't; nor where the process locks its memory: they are used again
+                self.memory.madvise(mmap.MADV_REMOVE, first, last - first)

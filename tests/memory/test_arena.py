@@ -287,6 +287,30 @@ def test_a_neighbour_keeps_its_bytes_when_a_page_is_shared(file: File) -> None:
         assert (array == 3 * place).all()
 
 
+def test_pages_that_the_system_does_not_take_back_are_used_again() -> None:
+    """On ramfs, or where the process locks its memory: each free failed, some of them within a later allocation."""
+    code = (
+        "import ctypes, gc, mmap, os, sys, numpy as np\n"
+        "from mpdist.memory.arena import Arena\n"
+        "from mpdist.transport.sharing import nameless_file\n"
+        "descriptor, path = nameless_file(1 << 20)\n"
+        "memory = mmap.mmap(descriptor, 1 << 20)\n"
+        "arena = Arena(descriptor, memory)\n"
+        "if ctypes.CDLL(None).mlock(ctypes.c_void_p(arena.address), ctypes.c_size_t(len(memory))):\n"
+        "    sys.exit('locked out')\n"
+        "for _ in range(5):\n"
+        "    x = arena.empty(1 << 20, np.uint8)\n"
+        "    x[:] = 1\n"
+        "    del x\n"
+        "    assert arena.used_bytes == 0\n"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60)
+    if "locked out" in done.stderr:
+        pytest.skip("memory cannot be locked here")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 # ---------------------------------------------------------------------- a file system without space
 
 
