@@ -128,7 +128,7 @@ class GradientAverager:
         Args:
             array: in place of the one given before: of the same shape and type. It is used from now on.
         """
-        self._note(index)
+        index = self._note(index)
         try:
             self._replace(index, self._arrays[index] if array is None else array)
             if self._buckets is not None:
@@ -142,14 +142,14 @@ class GradientAverager:
                     self._seen.remove(index)
             raise
 
-    def _note(self, index: int) -> None:
-        """The array is ready in this step, and was not before; raises UsageError."""
+    def _note(self, given: int) -> int:
+        """The index of an array that is ready in this step, and was not before; raises UsageError."""
         try:
-            is_known = 0 <= operator.index(index) < len(self._arrays)
+            index = operator.index(given)
         except TypeError:
-            is_known = False
-        if not is_known:
-            raise UsageError(f"index is {index!r}, the arrays are 0 to {len(self._arrays) - 1}")
+            index = -1
+        if not 0 <= index < len(self._arrays):
+            raise UsageError(f"index is {given!r}, the arrays are 0 to {len(self._arrays) - 1}")
         with self._lock:
             if self._is_ready[index]:
                 self._comm._channel.check_usable("ready")
@@ -158,6 +158,7 @@ class GradientAverager:
                 )
             self._is_ready[index] = True
             self._seen.append(index)
+        return index
 
     def _follow(self, index: int) -> None:
         """An array of a device is copied at the end of the first step: let that wait for what is queued now."""

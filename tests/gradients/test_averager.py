@@ -322,6 +322,18 @@ async def test_an_index_of_no_array_is_refused(comm: Communicator, index: int) -
     await averager
 
 
+async def test_an_index_is_any_integer(comm: Communicator) -> None:
+    """Of an array of one the end of the step failed, on its own rank: it has no hash."""
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays)
+    indices = [np.array(index) if comm.rank == 0 else index for index in (2, 0, 1)]
+    for index in indices:
+        averager.ready(index)  # type: ignore[arg-type]  # an integer, too
+    await averager
+    assert averager.order is not None
+    assert averager.order[:3] == [2, 0, 1]
+
+
 async def test_another_shape_is_refused(comm: Communicator) -> None:
     averager = GradientAverager(comm, [np.zeros(3)], names=["weight"])
     with pytest.raises(SizeMismatch, match=r"weight is float64 \(4,\), it was float64 \(3,\)"):
