@@ -28,13 +28,14 @@ def agree_on_order(comm: Communicator, seen: Sequence[int], count: int) -> Talk[
     return agreed_order(positions.tolist())
 
 
-def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str]) -> Talk[None]:
-    """Compare a list of descriptions between the ranks.
+def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str], settings: str = "") -> Talk[None]:
+    """Compare a list of descriptions between the ranks, and what is to be done with all of them.
 
     Raises:
-        CollectiveMismatch: on all ranks; it names the first description that differs, on which ranks, and both.
+        CollectiveMismatch: on all ranks; it names the settings, or the first description that differs, on which
+            ranks, and both.
     """
-    text = json.dumps(list(descriptions)).encode()
+    text = json.dumps([settings, *descriptions]).encode()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = np.empty((comm.size, digest.size), np.uint8)
     yield comm.all_gather(digest, out=digests)
@@ -42,8 +43,10 @@ def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str
         return
     texts = yield comm.all_gather([np.frombuffer(text, np.uint8)])
     everyone = [json.loads(bytes(each)) for each in texts]
+    chosen = [each.pop(0) for each in everyone]
+    about, difference = (what, first_difference(everyone)) if len(set(chosen)) == 1 else ("settings", differing(chosen))
     raise CollectiveMismatch(
-        f"{what} differ between the ranks of '{comm.name}': {first_difference(everyone)}",
+        f"{about} differ between the ranks of '{comm.name}': {difference}",
         {rank: f"{len(each)} {what}" for rank, each in enumerate(everyone)},
     )
 
@@ -51,12 +54,18 @@ def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str
 def first_difference(everyone: Sequence[Sequence[str]]) -> str:
     """Where the ranks' lists differ first, in words."""
     for index in range(max(len(each) for each in everyone)):
-        found: dict[str, list[int]] = {}
-        for rank, each in enumerate(everyone):
-            found.setdefault(each[index] if index < len(each) else "nothing", []).append(rank)
-        if len(found) > 1:
-            return "; ".join(f"number {index} is {text} on {ranks_text(ranks)}" for text, ranks in found.items())
+        texts = [f"number {index} is {each[index] if index < len(each) else 'nothing'}" for each in everyone]
+        if len(set(texts)) > 1:
+            return differing(texts)
     return "nothing"
+
+
+def differing(texts: Sequence[str]) -> str:
+    """The ranks' different texts, each once."""
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in found.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

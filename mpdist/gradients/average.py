@@ -64,7 +64,7 @@ def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compr
 
     Raises:
         UsageError: a part of the tree is of a type that cannot be made anew.
-        CollectiveMismatch: when awaited, on all ranks: their arrays differ in number, shape or type.
+        CollectiveMismatch: when awaited, on all ranks: arrays differ in number, shape or type, or op, or compress.
     """
     leaves = leaves_of(tree)
     arrays = [x for _, x in leaves]

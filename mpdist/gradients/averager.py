@@ -112,6 +112,7 @@ class GradientAverager:
             for kind in dict.fromkeys(map(_kind, self._buffers))
         }
         self._bucket_bytes = bucket_bytes
+        self._settings = f"op {reduce_op.name}, compress {compress!r}"
         self._lock = threading.Lock()
         self._seen: list[int] = []
         self._is_ready = [False] * len(self._arrays)
@@ -255,7 +256,7 @@ class GradientAverager:
             f"{name} {_text(buffer, f'device {devices.index(buffer.device)}')}"
             for name, buffer in zip(self._names, self._buffers, strict=True)
         ]
-        yield from check_descriptions(self._comm, "arrays", texts)
+        yield from check_descriptions(self._comm, "arrays", texts, self._settings)
         if self.order is None:
             self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
         self._make_buckets(self.order)

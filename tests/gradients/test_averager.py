@@ -349,6 +349,26 @@ async def test_difference_between_ranks_names_array_and_ranks(comm: Communicator
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("option", "values", "text"),
+    [
+        ("op", ("avg", "sum"), "op avg, compress None on rank 0; op sum, compress None on rank"),
+        ("op", (np.add, np.maximum), "op <add>, compress None on rank 0; op <maximum>, compress None on rank"),
+        ("compress", (None, "bfloat16"), "op avg, compress None on rank 0; op avg, compress 'bfloat16' on rank"),
+    ],
+)
+async def test_what_ranks_do_with_the_arrays_is_compared(
+    comm: Communicator, option: str, values: tuple[object, object], text: str
+) -> None:
+    """The mean is folded into the copy: with sums on other ranks they all got something in between."""
+    x = np.full(5, float(comm.rank), np.float32)
+    averager = GradientAverager(comm, [x], **{option: values[min(comm.rank, 1)]})  # type: ignore[arg-type]
+    with pytest.raises(CollectiveMismatch, match=f"^settings differ between the ranks of 'world.*': {text}"):
+        await averager
+    assert (x == comm.rank).all()
+
+
+@pytest.mark.ranks(2, 3)
 def test_error_is_raised_again(comm: Communicator) -> None:
     averager = GradientAverager(comm, [np.zeros(3 if comm.rank else 4)])
     errors = []
