@@ -25,9 +25,8 @@ def nameless_file(nbytes: int, folder: str = "") -> tuple[int, str]:
     Args:
         folder: make it there, instead of without a name.
     """
-    if hasattr(os, "memfd_create") and not folder:
-        descriptor, path = os.memfd_create("mpdist"), ""
-    else:
+    descriptor, path = (-1 if folder else _file_in_memory()), ""
+    if descriptor < 0:
         usual = "/dev/shm" if os.path.isdir("/dev/shm") else None
         descriptor, path = tempfile.mkstemp(prefix="mpdist-", dir=folder or usual)
     try:
@@ -38,6 +37,14 @@ def nameless_file(nbytes: int, folder: str = "") -> tuple[int, str]:
             os.unlink(path)
         raise
     return descriptor, path
+
+
+def _file_in_memory() -> int:
+    """A descriptor, or -1 where there are no such files."""
+    try:
+        return os.memfd_create("mpdist")
+    except (AttributeError, OSError):  # not Linux; an old kernel, or a sandbox, that refuses the call
+        return -1
 
 
 class Named(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -36,6 +37,20 @@ def test_a_file_in_memory_has_no_name_and_no_pages() -> None:
 def test_a_file_in_a_folder_has_a_name_until_it_is_unlinked(tmp_path: Path) -> None:
     descriptor, path = nameless_file(NBYTES, str(tmp_path))
     assert [str(each) for each in tmp_path.iterdir()] == [path]
+    os.close(descriptor)
+
+
+def test_where_the_call_for_files_in_memory_is_refused_they_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has the function wherever it was built: without the kernel's call no job could start."""
+
+    def refuse(name: str) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    descriptor, path = nameless_file(NBYTES)
+    assert os.path.samestat(os.stat(path), os.fstat(descriptor))
+    assert os.fstat(descriptor).st_size == NBYTES
+    os.unlink(path)
     os.close(descriptor)
 
 
