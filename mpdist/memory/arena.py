@@ -148,11 +148,12 @@ class Arena:
                 f"shared memory for an array of shape {dims} and type {dtype} was asked for; lengths are >= 0, and "
                 "elements cannot be Python objects, which mean nothing to another process"
             )
-        nbytes = prod(dims) * dtype.itemsize
-        block = self.allocate(nbytes, is_array=True)
+        if not dtype.itemsize:
+            dtype = np.empty(0, dtype).dtype  # texts of no length have one character
+        block = self.allocate(prod(dims) * dtype.itemsize, is_array=True)
         if block is None:
             return None
-        array: Array = block.bytes()[:nbytes].view(dtype).reshape(dims)
+        array: Array = np.ndarray(dims, dtype, block.bytes())
         return array
 
     def map_now(self, offset: int, nbytes: int) -> None:

@@ -103,7 +103,7 @@ def test_an_array_keeps_its_block_and_so_does_each_view(file: File) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), 0, 5, (2, 0, 3), (2, 3), np.int64(4), (np.int64(2), 1), np.array([3, 4])])
-@pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "uint16"])
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "uint16", "(2,3)f4", ">i2", "f4,i2", "S", "U", "V"])
 def test_arrays_have_the_shapes_of_numpy(file: File, shape: int | tuple[int, ...], dtype: str) -> None:
     x = file.arena.empty(shape, dtype)
     like = np.empty(shape, dtype)
