@@ -91,8 +91,9 @@ class Neighbours:
         array = self.arena.empty(shape, dtype)
         if array is not None:
             return array
+        private = np.empty(shape, dtype)  # raises where there is none, either
         self._say_once(f"an array of shape {shape}", "it and others are made in private memory, which is slower")
-        return np.empty(shape, dtype)
+        return private
 
     def allocate(self, nbytes: int, what: str) -> Block | None:
         """A new block; None, said once, where no memory is left for it."""

@@ -384,6 +384,15 @@ def test_a_private_array_takes_its_place_and_that_is_said_once(
     os.close(descriptor)
 
 
+def test_nothing_is_said_of_an_array_that_fits_nowhere(file: File, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was said to be in private memory, and of later ones that were there nothing was said."""
+    neighbours = Neighbours(file.descriptor, [file.arena.memory], [0], 0, None, None)
+    for shape in ((1 << 40, 1 << 40), 1 << 70):
+        with pytest.raises(ValueError, match=r"too big|dimension exceeded"):
+            neighbours.empty(shape, np.uint8)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_folder_that_cannot_be_written_to_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="No such file"):
         nameless_file(PAGE_BYTES, "/nowhere/at/all")
