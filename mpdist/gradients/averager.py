@@ -229,8 +229,14 @@ class GradientAverager:
         except BaseException:
             self._ending = None  # and may be again
             raise
-        yield from self._reduced()
-        return self._collect()
+        try:
+            yield from self._reduced()
+            return self._collect()
+        except MpdistError:
+            raise
+        except BaseException:  # an interruption: all is where it was, so whoever asks again goes on from there
+            self._ending = None
+            raise
 
     def _reduced(self) -> Talk[None]:
         """All reductions are over, the failed ones too: none of them uses the buckets any more."""

@@ -302,6 +302,37 @@ async def test_where_the_communicator_is_lost_a_step_ends_with_the_first_failure
             await averager
 
 
+class InterruptedArray(np.ndarray):
+    """Ctrl-C comes while the averager looks at it again."""
+
+    comes = False
+
+    @property
+    def flags(self) -> object:
+        if self.comes:
+            self.comes = False
+            raise KeyboardInterrupt
+        return super().flags
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_interrupted_end_of_a_step_goes_on_when_asked_again(comm: Communicator) -> None:
+    """As in a notebook: it was interrupted for ever, and the other ranks waited in the next step."""
+    x = np.zeros(5).view(InterruptedArray)
+    averager = GradientAverager(comm, [np.zeros(3), x])
+    averager.wait()
+    for _ in range(3):
+        x[:] = comm.rank
+        averager.ready(0)
+        averager.ready(1)
+        x.comes = comm.rank == 0
+        if x.comes:
+            with pytest.raises(KeyboardInterrupt):
+                averager.wait()
+        averager.wait()
+        assert (x == (comm.size - 1) / 2).all()
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
