@@ -22,7 +22,7 @@ from mpdist.gradients.agreement import agree_on_order, check_descriptions
 from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
 from mpdist.gradients.device_bucket import DeviceBucket
-from mpdist.gradients.packing import Packing, maker_like
+from mpdist.gradients.packing import Packing, check_maker, maker_like
 from mpdist.gradients.talk import Conversation, Talk
 from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
 from mpdist.memory.accelerator import accelerator_of
@@ -89,7 +89,8 @@ class GradientAverager:
         Raises:
             UnsupportedBuffer: an array cannot be communicated.
             Unavailable: the library that copies from and to the array's device is missing.
-            UsageError: the op does not fit an array's type, there is no such compression, or another argument is wrong.
+            UsageError: an array can neither be written nor be made anew, the op does not fit an array's type, there is
+                no such compression, or another argument is wrong.
         """
         try:
             is_size = bool(bucket_bytes >= 1)
@@ -106,6 +107,8 @@ class GradientAverager:
                 f"got {len(self._names)} names for {len(self._arrays)} arrays; give one for each, or none at all"
             )
         self._buffers = [_described(x, name) for x, name in zip(self._arrays, self._names, strict=True)]
+        for x, buffer, name in zip(self._arrays, self._buffers, self._names, strict=True):
+            _check_writable(x, buffer, name)
         reduce_op = as_op(op)
         self._packings: dict[Kind, Packing] = {
             kind: Packing(kind.element, reduce_op, comm.size, compress, on_device=not kind.device.is_host)
@@ -330,6 +333,16 @@ def _described(x: object, name: str) -> Buffer:
         return buffer
     except (UsageError, Unavailable) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
+
+
+def _check_writable(x: object, buffer: Buffer, name: str) -> None:
+    """Or that it can be made anew."""
+    if not buffer.readonly:
+        return
+    try:
+        check_maker(x, buffer.element)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error.__cause__
 
 
 def _text(buffer: Buffer, device: str) -> str:

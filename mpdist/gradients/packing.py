@@ -16,6 +16,7 @@ from mpdist.errors import UsageError
 from mpdist.memory import BY_NAME, HOST, Buffer, Element, ReduceOp, as_buffer, check_op, narrow_into, widen
 from mpdist.memory.elements import Array, numpy_dtype
 from mpdist.memory.quiet import QUIET
+from mpdist.memory.refusals import named
 
 COMPRESSED = {"float16": BY_NAME["float16"], "bfloat16": BY_NAME["bfloat16"]}
 
@@ -82,6 +83,27 @@ def wire_element(element: Element, compress: str | None) -> Element:
 def as_wire(memory: Array, element: Element) -> Buffer:
     """Memory of an element's storage type, described as what it holds: NumPy has no bfloat16."""
     return Buffer(memory, memory.size, memory.nbytes, element, HOST, False, memory)
+
+
+# Array types, with the names of element types, of which arrays have been made.
+_made: set[tuple[type, str]] = set()
+
+
+def check_maker(x: object, element: Element) -> None:
+    """Make an empty array of the library of `x`, which itself can't be written, once.
+
+    Raises:
+        UsageError: it can't be made.
+    """
+    if (type(x), element.name) in _made:
+        return
+    try:
+        maker_like(x)(np.empty(0, element.storage), (0,))
+    except Exception as error:  # each library has its own way to say no
+        raise UsageError(
+            f"got {named(x)}, which can't be written, and none can be made for the result: {error}. Give np.array(x)"
+        ) from error
+    _made.add((type(x), element.name))
 
 
 def maker_like(x: Any) -> Callable[[Array, tuple[int, ...]], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import random
 import re
 import threading
@@ -495,6 +496,33 @@ async def test_tree_that_cannot_be_made_anew_is_refused_before_anything_is_sent(
         mpdist.average(comm, tree)
     assert comm._channel.sequence == posted
     assert tree[0].tolist() == [comm.rank] * 2
+
+
+class Sealed:
+    """As pyarrow's arrays: others may read them, and only their library makes them."""
+
+    def __init__(self, *arguments: object) -> None:
+        if arguments:
+            raise TypeError("Do not call Sealed's constructor directly")
+        self.values = np.zeros(3)
+        self.shape = self.values.shape
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.values.__dlpack__()
+
+
+@pytest.mark.parametrize("make", [Sealed, lambda: mmap.mmap(-1, 16, access=mmap.ACCESS_READ)])
+async def test_an_array_that_cannot_be_made_anew_is_refused_before_it_is_sent(
+    comm: Communicator, make: Callable[[], object]
+) -> None:
+    """At the end of a step it was a bare TypeError, on its rank alone, and no later step could end there."""
+    x = make()
+    posted = comm._channel.sequence
+    with pytest.raises(UsageError, match=r"^array 1: got an? .*, which can't be written"):
+        GradientAverager(comm, [np.zeros(1), x], op="max")
+    with pytest.raises(UsageError, match=r"^\['x'\]: got an? .*, which can't be written, and none can be made"):
+        mpdist.average(comm, {"x": x}, op="max")
+    assert comm._channel.sequence == posted
 
 
 async def test_a_tree_that_is_no_array_is_called_tree(comm: Communicator) -> None:
