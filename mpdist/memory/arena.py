@@ -41,6 +41,9 @@ LINE_BYTES = 64
 LARGE_BYTES = 4 * 1024**2
 # Other processes take memory at the same time, so that it is looked at again after so much.
 PIECE_BYTES = 64 * 1024**2
+# Before 6.11 Linux began anew, with all that was asked for, where a signal came meanwhile: with a timer whose signals
+# come faster than that it never ended.
+STEP_BYTES = 256 * 1024
 # madvise: map pages for writing. Since Linux 5.14; Python 3.11 does not name it.
 _POPULATE_WRITE = 23
 # Not taken, so that the next small thing that somebody needs is still there.
@@ -207,11 +210,12 @@ class Arena:
 
     def _reserve(self, start: int, end: int) -> bool:
         """Take the pages from the system, piece by piece; False where there are too few, with some of them taken."""
-        for begin in range(start, end, PIECE_BYTES):
-            if end - begin >= LARGE_BYTES and not self._has_room(end - begin + SPARE_BYTES):
+        for begin in range(start, end, STEP_BYTES):
+            is_looked_at = (begin - start) % PIECE_BYTES == 0 and end - begin >= LARGE_BYTES
+            if is_looked_at and not self._has_room(end - begin + SPARE_BYTES):
                 return False
             try:
-                os.posix_fallocate(self._descriptor, begin, min(PIECE_BYTES, end - begin))
+                os.posix_fallocate(self._descriptor, begin, min(STEP_BYTES, end - begin))
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                     return False

@@ -249,6 +249,24 @@ def test_pages_are_there_before_use_and_go_with_the_block(file: File) -> None:
     assert file.pages == 0
 
 
+def test_pages_are_taken_between_two_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before Linux 6.11: a signal undoes a call, and Python makes it again, here where it takes too long."""
+    fallocate, asked = os.posix_fallocate, []
+
+    def fallocate_unless_interrupted(descriptor: int, offset: int, nbytes: int) -> None:
+        assert nbytes <= 256 * 1024, "interrupted again and again"
+        asked.append((offset, nbytes))
+        fallocate(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate_unless_interrupted)
+    large = File(16 << 20)
+    block = take(large.arena, (5 << 20) + PAGE_BYTES)
+    assert large.pages * PAGE_BYTES == block.nbytes == sum(nbytes for _, nbytes in asked)
+    assert [offset for offset, _ in asked] == list(range(block.offset, block.offset + block.nbytes, 256 * 1024))
+    del block
+    os.close(large.descriptor)
+
+
 def test_pages_that_are_mapped_are_written_without_a_fault(file: File) -> None:
     faults = []
     for maps in (False, True):
