@@ -26,13 +26,17 @@ def allocate_like(x: object, shape: int | Sequence[int]) -> object:
     Raises:
         UnsupportedBuffer: bfloat16 without ml_dtypes.
         Unavailable: x is on a GPU, and CuPy, which is needed for that, is not installed.
+        MemoryError: there is none, whatever x's library raises then.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if isinstance(x, np.ndarray):
         return np.empty(shape, x.dtype)
     new_empty = getattr(x, "new_empty", None)
     if new_empty is not None:
-        return new_empty(shape)
+        try:
+            return new_empty(shape)
+        except RuntimeError as error:  # torch's
+            raise MemoryError(str(error)) from error
     buffer = as_buffer(x)
     if buffer.device.is_host:
         return allocate(buffer.element, shape)

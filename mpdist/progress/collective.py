@@ -152,8 +152,6 @@ class Collective(Work[T]):
 
     def _broke(self, error: BaseException) -> bool:
         self._keep_requests(error)
-        if isinstance(error, MemoryError):  # the others have gone on to a step that this rank leaves out
-            self._give_channel_up("found no memory")
         self._end()
         if self._done:
             return True
@@ -168,9 +166,13 @@ class Collective(Work[T]):
     def _keep_requests(self, error: BaseException) -> None:
         """Where MPI has failed one request of several: the others still use what the program holds.
 
-        Nobody knows what other ranks have heard of it.
+        Nobody knows what other ranks have heard of it. Where there was no memory they wait for what the program would
+        have posted next.
         """
         steps, channel = self._steps, self._channel
+        if isinstance(error, MemoryError) and (self._request is None or channel._running is self):
+            self._give_channel_up("had no memory")
+            return
         if not isinstance(error, channel.transport.failure):
             return
         if channel._running is self and steps and not is_over(steps):

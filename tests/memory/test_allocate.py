@@ -34,6 +34,13 @@ def test_like_numpy_is_numpy(name: str) -> None:
     assert (out.dtype, out.shape) == (np.dtype(name), (2, 4))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_no_memory_is_a_memory_error_in_every_library(library: str) -> None:
+    x = pytest.importorskip(library).ones(3)
+    with pytest.raises(MemoryError, match=r"(?i)allocate"):
+        allocate_like(x, (2**40, 2**10))
+
+
 @pytest.mark.parametrize("name", [element.name for element in ELEMENTS])
 def test_like_torch_is_torch(name: str) -> None:
     torch = pytest.importorskip("torch")

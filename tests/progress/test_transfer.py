@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from algorithms.forcing import NATIVE, forced
 
 import mpdist
 from mpdist import Communicator
@@ -44,6 +45,35 @@ async def kept(comm: Communicator) -> None:
         work = comm.recv(tag=99)
         await asyncio.sleep(0.001)
         assert work.cancel()
+
+
+@pytest.mark.parametrize("op", ["broadcast_object", "scatter", "scatter list", "all_gather", "all_reduce"])
+async def test_a_collective_for_which_there_is_no_memory_leaves_no_rank_out_of_step(
+    comm: Communicator, op: str
+) -> None:
+    """The other rank waits for what this one had no memory to post: a later collective must not be taken for it."""
+    is_short = comm.rank == 1
+    x = np.ones(COUNT, np.float16 if op == "all_reduce" else np.float64)
+
+    def call(made: Communicator) -> mpdist.Work[object]:
+        if op == "all_reduce":
+            return made.all_reduce(x)
+        if op == "all_gather":
+            return made.all_gather([x])
+        if op == "broadcast_object":
+            return made.broadcast_object(None if is_short else x)
+        whole = [x[:1], x] if op == "scatter list" else x
+        return made.scatter(None if is_short else whole, 0)
+
+    async with forced(comm, NATIVE) as made:
+        if is_short:
+            with no_memory_for_large_arrays(), pytest.raises(mpdist.CommunicationError, match="MemoryError"):
+                await call(made)
+            with pytest.raises(mpdist.ClosedError, match="had no memory, so its ranks may be out of step"):
+                made.barrier()
+        else:
+            with pytest.raises(mpdist.WorkTimeout):
+                await call(made).within(0.5)
 
 
 async def test_an_array_for_which_there_is_no_memory_stays_queued(comm: Communicator) -> None:
