@@ -158,7 +158,7 @@ def _from_exporter(x: Any) -> Buffer:
     except (BufferError, ValueError, TypeError) as error:
         raise UnsupportedBuffer(f"got {refusals.named(x)} that does not give its memory away: {error}") from error
     buffer = _from_memoryview(view)
-    buffer.owner = x
+    buffer.owner, buffer.shape = x, view.shape or ()
     return buffer
 
 
@@ -212,8 +212,10 @@ def _from_cuda_array(x: Any) -> Buffer:
         raise refusals.strided(refusals.named(x), shape, "cupy.ascontiguousarray(x)")
     address, readonly = interface["data"]
     count = prod(shape)
-    device = cuda(_device_index(x))
-    return Buffer(None, count, count * element.itemsize, element, device, bool(readonly), x, int(address or 0))
+    nbytes = count * element.itemsize
+    buffer = Buffer(None, count, nbytes, element, cuda(_device_index(x)), bool(readonly), x, int(address or 0))
+    buffer.shape = shape
+    return buffer
 
 
 def _device_index(x: Any) -> int:
@@ -237,7 +239,9 @@ def _from_dlpack(x: Any) -> Buffer:
         raise refusals.strided(refusals.named(x), tensor.shape, "np.ascontiguousarray(x)")
     count = prod(tensor.shape)
     nbytes = count * tensor.element.itemsize
-    return Buffer(None, count, nbytes, tensor.element, tensor.device, True, x, tensor.address, tensor.capsule)
+    buffer = Buffer(None, count, nbytes, tensor.element, tensor.device, True, x, tensor.address, tensor.capsule)
+    buffer.shape = tensor.shape
+    return buffer
 
 
 def is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from pickle import PickleBuffer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -435,6 +436,34 @@ def test_describing_arrays_loads_no_library() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+class Exporting:
+    """Speaks DLPack, and nothing else."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.values.__dlpack__()
+
+
+class Interface:
+    """Has `__cuda_array_interface__`, and nothing else; the address is never followed."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.__cuda_array_interface__ = {"shape": values.shape, "typestr": "<f8", "data": (4096, False), "version": 3}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (1, 5)])
+@pytest.mark.parametrize("make", [Exporting, Interface, PickleBuffer])
+def test_the_shape_is_what_the_protocol_says(make: Callable[[np.ndarray], object], shape: tuple[int, ...]) -> None:
+    """Few classes that are no arrays tell it themselves: it was lost, and all_gather's result was flat."""
+    assert as_buffer(make(np.zeros(shape))).shape == shape
+
+
+def test_an_array_of_arrays_of_c_has_two_axes() -> None:
+    assert as_buffer(((ctypes.c_int * 3) * 2)()).shape == (2, 3)
 
 
 class AnywhereArray:
