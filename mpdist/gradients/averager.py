@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from mpdist.comm import Communicator
 
 
+# No bucket is as large.
+MOST_BYTES = 2**62
+
+
 class Kind(NamedTuple):
     """What may not be mixed in one bucket."""
 
@@ -80,7 +84,7 @@ class GradientAverager:
             comm: whose ranks take part, with arrays of the same shapes and types.
             arrays: of any library, in host memory or on a GPU, on the same kind of device on all ranks. Writable
                 ones get the result; for others (JAX) it comes back new.
-            bucket_bytes: arrays travel in groups of about this size.
+            bucket_bytes: arrays travel in groups of about this size; op, compress and this are equal on all ranks.
             op: "avg", "sum", or another reduction.
             compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32. Not for
                 arrays on a GPU.
@@ -115,7 +119,8 @@ class GradientAverager:
             for kind in dict.fromkeys(map(_kind, self._buffers))
         }
         self._bucket_bytes = bucket_bytes
-        self._settings = f"op {reduce_op.name}, compress {compress!r}"
+        about = float(min(bucket_bytes, MOST_BYTES))  # equal numbers look alike
+        self._settings = f"op {reduce_op.name}, compress {compress!r}, bucket_bytes {about:.0f}"
         self._lock = threading.Lock()
         self._seen: list[int] = []
         self._is_ready = [False] * len(self._arrays)
