@@ -283,6 +283,8 @@ def _learn(x: object) -> Maker:
 
 def _maker_for(x: object) -> Maker | None:
     kind = type(x)
+    if isinstance(x, type):  # a class has its arrays' protocols, but no memory
+        return None
     if isinstance(x, Buffer):
         return _from_buffer
     if isinstance(x, np.ndarray):

@@ -466,6 +466,18 @@ def test_an_array_of_arrays_of_c_has_two_axes() -> None:
     assert as_buffer(((ctypes.c_int * 3) * 2)()).shape == (2, 3)
 
 
+@pytest.mark.parametrize("x", [np.ndarray, array.array, Exporting, bytes])
+def test_a_class_is_no_array(x: type) -> None:
+    """Of one with protocols the maker was kept for all classes, and failed with whatever it found there."""
+    with pytest.raises(UnsupportedBuffer, match="got a type; needed an array"):
+        as_buffer(x)
+
+
+def test_the_class_of_arrays_on_a_gpu_is_no_array() -> None:
+    with pytest.raises(UnsupportedBuffer, match="got a type; needed an array"):
+        as_buffer(AnywhereArray)
+
+
 class AnywhereArray:
     """As JAX's: one class for arrays of the host and of GPUs, of which only the latter have the interface."""
 
