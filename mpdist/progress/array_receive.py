@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
@@ -55,7 +56,12 @@ class ArrayReceive(Receive):
                     self._abandon()
                     raise
             if not self._done:
-                return (yield from super().__await__())
+                try:
+                    return (yield from super().__await__())
+                except BaseException as error:
+                    if not isinstance(error, UsageError):  # a second running loop, see Work; before that began it's ours
+                        self._abandon()
+                    raise
         self._looked_at = True
         if self._error is not None:
             raise self._seen_error()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from mpdist.errors import UsageError
 from mpdist.progress.array_receive import ArrayReceive
 from mpdist.progress.message import Message
 from mpdist.progress.unbegun import Wrapped
@@ -79,7 +80,12 @@ class SendReceive(Wrapped[Message]):
             self._abandon()
             raise
         if not self._done:
-            return (yield from super().__await__())
+            try:
+                return (yield from super().__await__())
+            except BaseException as error:
+                if not isinstance(error, UsageError):  # as in ArrayReceive
+                    self._abandon()
+                raise
         self._looked_at = True
         if self._error is not None:
             raise self._seen_error()

@@ -5,6 +5,7 @@ Each place is tried in turn, in each file that has to do with receives, see `int
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -127,12 +128,21 @@ AWAITED: dict[str, tuple[Callable[[Communicator, int], Any], Callable[[Communica
 }
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.003], ids=["soon", "late"])
 @pytest.mark.parametrize("case", AWAITED)
-async def test_no_message_is_lost_wherever_an_await_is_interrupted(comm: Communicator, case: str) -> None:
-    """Rank 1 receives the first of two messages and is interrupted; with sendrecv it sends to itself."""
+async def test_no_message_is_lost_wherever_an_await_is_interrupted(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, case: str, seconds: float
+) -> None:
+    """Rank 1 receives the first of two messages and is interrupted; with sendrecv it sends to itself.
+
+    One that comes late finds an await that looks for it no more, and leaves that to the Engine.
+    """
+    if seconds:
+        monkeypatch.setattr(comm._channel.engine, "quick_polls", range(2))
     send, post = AWAITED[case]
     for number in itertools.count(1):
         if comm.rank == 0:
+            await asyncio.sleep(seconds)
             works = [send(comm, 2 * number), send(comm, 2 * number + 1)]
             if case == "another comes first":
                 works.append(comm.send(np.full(3, 2 * number), 1, GO + 1))
