@@ -74,7 +74,7 @@ class Collectives(Reductions):
         if isinstance(x, list | tuple):
             mine = self._only(x)
             outs = self._out_blocks(out if self.rank == dst else None, [mine])
-            return self._post_rooted("gather", uneven.gather, lambda: f"list to {dst}", mine, outs, dst, x[0])
+            return self._post_with_headers("gather", uneven.gather, lambda: f"list to {dst}", mine, outs, dst, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out) if self.rank == dst else None
         element, nbytes = source.element, source.nbytes
@@ -95,7 +95,7 @@ class Collectives(Reductions):
             mine = self._only(x)
             outs = self._out_blocks(out, [mine])
             name = mine.element.name
-            return self._channel.post("all_gather", uneven.all_gather, lambda: f"[{name}]", mine, outs, x[0])
+            return self._post_with_headers("all_gather", uneven.all_gather, lambda: f"[{name}]", mine, outs, x[0])
         source = host_buffer(x)
         target = self._gathered(source, out)
         element, nbytes = source.element, source.nbytes
@@ -147,7 +147,9 @@ class Collectives(Reductions):
         return explained
 
     def _post_scatter(self, parcel: Parcel | None, out: Buffer | None, src: int, like: object) -> Work[Any]:
-        return self._post_rooted("scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, out, src, like)
+        return self._post_with_headers(
+            "scatter", uneven.scatter, lambda: f"from {src}", self._spread, parcel, out, src, like
+        )
 
     @operation
     def all_to_all(self, x: object, *, out: object = None) -> Work[Any]:
@@ -164,7 +166,7 @@ class Collectives(Reductions):
             blocks = self._blocks(x, "x")
             outs = self._out_blocks(out, blocks)
             name = blocks[0].element.name
-            return self._channel.post("all_to_all", uneven.all_to_all, lambda: f"[{name}]", blocks, outs, x[0])
+            return self._post_with_headers("all_to_all", uneven.all_to_all, lambda: f"[{name}]", blocks, outs, x[0])
         source = host_buffer(x)
         self._block_shape(source)
         target = self._output(source, out, source.shape)

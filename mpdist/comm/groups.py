@@ -89,7 +89,15 @@ class Groups(Operations):
         channel = self._channel
         make = self._maker(f"{self.name}/split{channel.sequence + 1}:{color}")
         return channel.post(
-            "split", groups.split, lambda: f"color {color}", channel.engine, make, color, key, kind=Joined
+            "split",
+            groups.split,
+            lambda: f"color {color}",
+            channel.engine,
+            make,
+            color,
+            key,
+            kind=Joined,
+            is_unchecked=True,
         )
 
     @operation
@@ -97,7 +105,7 @@ class Groups(Operations):
         """The same ranks again, with messages and an order of collectives of their own."""
         channel = self._channel
         make = self._maker(f"{self.name}/dup{channel.sequence + 1}")
-        return channel.post("dup", groups.dup, str, channel.engine, make, kind=Joined)
+        return channel.post("dup", groups.dup, str, channel.engine, make, kind=Joined, is_unchecked=True)
 
     @operation
     def subgroup(self, ranks: Sequence[int]) -> Joined:

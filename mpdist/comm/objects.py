@@ -28,7 +28,7 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             message, refusal = self._packed("broadcast_object", item)
-        work = self._post_rooted(
+        work = self._post_with_headers(
             "broadcast_object", objects.broadcast_object, lambda: f"from {src}", message, item, src
         )
         return self._unless(refusal, work)
@@ -38,13 +38,15 @@ class Objects(PointToPoint):
         """Collect an object of each rank: a list on rank `dst`, None elsewhere."""
         self._check_pickle()
         dst = self._rank(dst, "dst")
-        return self._post_rooted("gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst)
+        return self._post_with_headers(
+            "gather_object", objects.gather_object, lambda: f"to {dst}", objects.packed(item), dst
+        )
 
     @operation
     def all_gather_object(self, item: object) -> Work[list[Any]]:
         """Collect an object of each rank: a list on all ranks."""
         self._check_pickle()
-        return self._channel.post("all_gather_object", objects.all_gather_object, str, objects.packed(item))
+        return self._post_with_headers("all_gather_object", objects.all_gather_object, str, objects.packed(item))
 
     @operation
     def scatter_object(self, items: Sequence[object] | None = None, src: int = 0) -> Work[Any]:
@@ -55,7 +57,7 @@ class Objects(PointToPoint):
         refusal = None
         if self.rank == src:
             messages, refusal = self._all_packed("scatter_object", items)
-        work = self._post_rooted("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src)
+        work = self._post_with_headers("scatter_object", objects.scatter_object, lambda: f"from {src}", messages, src)
         return self._unless(refusal, work)
 
     @operation
@@ -63,7 +65,7 @@ class Objects(PointToPoint):
         """Send object r to rank r; object r of the result came from rank r."""
         self._check_pickle()
         self._check_number(items)
-        return self._channel.post(
+        return self._post_with_headers(
             "all_to_all_object", objects.all_to_all_object, str, [objects.packed(item) for item in items]
         )
 

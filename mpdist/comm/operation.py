@@ -61,8 +61,8 @@ class Operations:
     size: int
     _channel: Channel
 
-    def _post_rooted(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Work[Any]:
-        """Post what has a root and begins with messages of sizes: its steps compare nothing, so its details are."""
+    def _post_with_headers(self, op: str, program: Program, details: Callable[[], str], *arguments: Any) -> Work[Any]:
+        """Post what begins with sizes for the others: its steps compare no calls, so its details are compared."""
         work: Work[Any] = self._channel.post(op, program, details, *arguments, is_unchecked=True)
         return work
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import native
+from mpdist.algorithms import native, ordered
 from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared import plans
@@ -227,7 +227,9 @@ class Reductions(Arrays):
         """is_unchecked: whether what takes the place of MPI's own call compares nothing by itself."""
         channel = self._channel
         if deterministic:
-            return channel.post(op, getattr(self._ordered, op), details, channel, *arguments)
+            compares_nothing = self._ordered is ordered
+            program = getattr(self._ordered, op)
+            return channel.post(op, program, details, channel, *arguments, is_unchecked=compares_nothing)
         if is_large:
             program = getattr(self._large, op)
             return channel.post(op, program, details, channel, *arguments, is_unchecked=is_unchecked)

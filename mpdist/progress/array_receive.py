@@ -59,7 +59,7 @@ class ArrayReceive(Receive):
                 try:
                     return (yield from super().__await__())
                 except BaseException as error:
-                    if not isinstance(error, UsageError):  # a second running loop, see Work; before that began it's ours
+                    if not isinstance(error, UsageError):  # of a second loop, see Work
                         self._abandon()
                     raise
         self._looked_at = True

@@ -52,6 +52,9 @@ _SETTLE_SECONDS = 0.001
 # Each rank chooses its own color.
 OWN_DETAILS = frozenset({"split"})
 
+# Of blocks in a list, whose headers tell the type to all.
+_OWN_TYPE = re.compile(r"^\[\w+\]$")
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -148,7 +151,7 @@ class Signer:
     def _code(self, call: Call) -> int:
         """Code of a call, in its place in an entry; others find its text from now on."""
         op, words, is_unchecked = call
-        details = "" if op in OWN_DETAILS else comparable(words[0](*words[1:]))
+        details = "" if op in OWN_DETAILS else _OWN_TYPE.sub("list", comparable(words[0](*words[1:])))
         line = f"{op} {details}".strip().encode(errors="replace")
         if len(line) >= _TEXT_BYTES:
             line = line[: _TEXT_BYTES - 16] + b"... (%08x)" % zlib.crc32(line)

@@ -129,6 +129,26 @@ async def test_another_root_where_headers_go_before(comm: Communicator, op: str)
         await differing(comm, usual, other, rf"{op} .*(from|to) \d.* has called {op} .*(from|to) {root}")
 
 
+OF_SEVERAL_STEPS: dict[str, Call] = {
+    "dup": lambda comm, x: comm.dup(),
+    "all_gather_object": lambda comm, x: comm.all_gather_object(1),
+    "all_to_all_object": lambda comm, x: comm.all_to_all_object([1] * comm.size),
+    "all_gather list": lambda comm, x: comm.all_gather([x]),
+    "all_to_all list": lambda comm, x: comm.all_to_all([x] * comm.size),
+}
+
+
+@pytest.mark.filterwarnings("ignore:communicator .* was never closed:ResourceWarning")
+@pytest.mark.parametrize("op", OF_SEVERAL_STEPS)
+async def test_what_compares_nothing_in_its_steps(comm: Communicator, op: str) -> None:
+    def other(comm: Communicator, x: Any) -> mpdist.Work[Any]:
+        return comm.split(0)
+
+    made = await comm.dup()
+    async with made:
+        await differing(made, OF_SEVERAL_STEPS[op], other, f"this rank calls split, rank .* has called {op}")
+
+
 async def test_one_that_is_to_be_in_order_alone(comm: Communicator) -> None:
     def other(comm: Communicator, x: Any) -> mpdist.Work[Any]:
         return comm.all_reduce(x, deterministic=True)
