@@ -32,11 +32,13 @@ class Arrays(Operations):
     Attributes:
         _ordered: programs that reduce in the order of ranks.
         _large: programs that take the place of MPI's own calls for large arrays.
+        _is_large_unchecked: whether some of them meet ranks of other nodes before those of this node compare.
         _large_from: from how many bytes on, for each operation; barrier: 0 or never; see `choose.sizes`.
     """
 
     _ordered: ModuleType
     _large: ModuleType
+    _is_large_unchecked: bool
     _large_from: Mapping[str, int]
 
     def _post_large(
@@ -63,7 +65,8 @@ class Arrays(Operations):
                 return channel.post_direct(
                     op, words, result, plan.request, team, plan, *arrays, caller=CALLER + 1, is_unchecked=False
                 )
-        return channel.post(op, getattr(self._large, op), partial(words[0], *words[1:]), channel, *arguments)
+        program, details = getattr(self._large, op), partial(words[0], *words[1:])
+        return channel.post(op, program, details, channel, *arguments, is_unchecked=self._is_large_unchecked)
 
     def _output(self, source: Buffer, out: object, shape: Sequence[int], parts: int = 1) -> Buffer:
         """`out` checked, or allocated like the source; the source has `parts` times its elements."""

@@ -101,7 +101,10 @@ class Collectives(Reductions):
         element, nbytes = source.element, source.nbytes
         if nbytes >= self._large_from["all_gather"]:
             details = partial(text_of, element, nbytes)
-            return self._channel.post("all_gather", self._large.all_gather, details, self._channel, source, target)
+            program, is_unchecked = self._large.all_gather, self._is_large_unchecked
+            return self._channel.post(
+                "all_gather", program, details, self._channel, source, target, is_unchecked=is_unchecked
+            )
         return self._channel.post_direct(
             "all_gather", (text_of, element, nbytes), target.owner, self._channel.transport.iall_gather, source, target
         )

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from mpdist.algorithms import groups
+from mpdist.algorithms import groups, hierarchical
 from mpdist.algorithms.devices.joining import can_join
 from mpdist.algorithms.node import make_node
 from mpdist.algorithms.table import large_algorithms, ordered_algorithms
@@ -72,6 +72,7 @@ class Communicator(Objects, Collectives, Groups):
         self._reductions = {}
         self._ordered = ordered_algorithms(engine, ranks)
         self._large, self._large_from = large_algorithms(engine, ranks)
+        self._is_large_unchecked = self._large is hierarchical
         self._subgroups_made = {}
         self._owner_pid = os.getpid()
         self._node: Communicator | None = None

@@ -83,6 +83,7 @@ class Reductions(Arrays):
                                 is_unchecked=is_unchecked,
                             )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
+                        is_unchecked = is_unchecked or self._is_large_unchecked
                         return channel.post(
                             "all_reduce", program, details, channel, source, target, how, is_unchecked=is_unchecked
                         )
@@ -231,7 +232,7 @@ class Reductions(Arrays):
             program = getattr(self._ordered, op)
             return channel.post(op, program, details, channel, *arguments, is_unchecked=compares_nothing)
         if is_large:
-            program = getattr(self._large, op)
+            program, is_unchecked = getattr(self._large, op), is_unchecked or self._is_large_unchecked
             return channel.post(op, program, details, channel, *arguments, is_unchecked=is_unchecked)
         return channel.post(op, getattr(native, op), details, *arguments)
 

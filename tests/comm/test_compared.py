@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithms.forcing import NATIVE, forced
+from algorithms.forcing import NATIVE, PAIRS, forced
 from memory.simulated import Simulated
 
 import mpdist
@@ -62,6 +62,27 @@ async def test_another_size(comm: Communicator, op: str) -> None:
                 rf"this rank calls {op} float32 x {2 * count}.*has called {op} float32 x {count}.*waits for the same",
             )
         assert (await made.all_reduce(np.ones(3)) == made.size).all()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("op", CALLS)
+async def test_another_size_where_other_nodes_are_met_first(comm: Communicator, op: str) -> None:
+    call = CALLS[op]
+    async with forced(comm, PAIRS) as made:
+        await differing(
+            made,
+            call,
+            lambda comm, x: call(comm, np.ones(24 * comm.size, np.float32)),
+            rf"this rank calls {op} float32 x 96.*has called {op} float32 x 48.*waits for the same",
+        )
+        assert (await made.all_reduce(np.ones(3)) == made.size).all()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+async def test_another_root_where_other_nodes_are_met_first(comm: Communicator, op: str) -> None:
+    async with forced(comm, PAIRS) as made:
+        await differing(made, CALLS[op], lambda comm, x: getattr(comm, op)(x, 1), "(to|from) 1,.*(to|from) 0")
 
 
 @pytest.mark.any_mpi
