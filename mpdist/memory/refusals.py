@@ -138,6 +138,11 @@ def _nested() -> UnsupportedBuffer:
     )
 
 
+def tensor_that_raised(x: Any, error: Exception) -> UnsupportedBuffer:
+    """A torch tensor that raised this when it was asked where its elements are."""
+    return lazy() if isinstance(error, ValueError) else torch_tensor(x)
+
+
 def lazy() -> UnsupportedBuffer:
     """A parameter of a lazy module that has not seen a batch."""
     return UnsupportedBuffer(

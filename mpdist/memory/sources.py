@@ -78,17 +78,12 @@ def _from_torch(x: Any) -> Buffer:
     if element is None or not x.is_cpu:
         return _from_torch_checked(x)
     try:
-        if x.is_nested or not x.is_contiguous() or x.is_neg() or (element.kind == "complex" and x.is_conj()):
-            raise refusals.torch_tensor(x)
+        is_odd = x.is_nested or not x.is_contiguous() or x.is_neg() or (element.kind == "complex" and x.is_conj())
         count = x.numel()
         address = x.data_ptr()
-    except UnsupportedBuffer:  # a ValueError, too
-        raise
-    except ValueError as error:
-        raise refusals.lazy() from error
-    except RuntimeError as error:
-        raise refusals.torch_tensor(x) from error
-    if not address and count:
+    except (ValueError, RuntimeError) as error:
+        raise refusals.tensor_that_raised(x, error) from error
+    if is_odd or (not address and count):
         raise refusals.torch_tensor(x)
     return Buffer(None, count, count * element.itemsize, element, HOST, False, x, address)
 
@@ -103,16 +98,11 @@ def _from_torch_checked(x: Any) -> Buffer:
         return _from_torch(x)
     device_of = TORCH_DEVICES.get(x.device.type)
     try:
-        if device_of is None or x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj():
-            raise refusals.torch_tensor(x)
+        is_odd = x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj()
         count, address, index = x.numel(), x.data_ptr(), x.get_device()
-    except UnsupportedBuffer:
-        raise
-    except ValueError as error:
-        raise refusals.lazy() from error
-    except RuntimeError as error:
-        raise refusals.torch_tensor(x) from error
-    if not address and count:
+    except (ValueError, RuntimeError) as error:
+        raise refusals.tensor_that_raised(x, error) from error
+    if device_of is None or is_odd or (not address and count):
         raise refusals.torch_tensor(x)
     return Buffer(None, count, count * element.itemsize, element, device_of(index), False, x, address)
 

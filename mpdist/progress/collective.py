@@ -151,7 +151,7 @@ class Collective(Work[T]):
         raise error
 
     def _broke(self, error: BaseException) -> bool:
-        self._keep_requests(error)
+        self._give_up_after(error)
         self._end()
         if self._done:
             return True
@@ -163,11 +163,11 @@ class Collective(Work[T]):
         self._fail(self._failure(error))
         return True
 
-    def _keep_requests(self, error: BaseException) -> None:
-        """Where MPI has failed one request of several: the others still use what the program holds.
+    def _give_up_after(self, error: BaseException) -> None:
+        """Give the channel up where the ranks are out of step.
 
-        Nobody knows what other ranks have heard of it. Where there was no memory they wait for what the program would
-        have posted next.
+        Without memory the others wait for what the program would have posted next. Of a request that MPI has failed
+        nobody knows what they have heard; and where it is one of several, the rest still use what the program holds.
         """
         steps, channel = self._steps, self._channel
         if isinstance(error, MemoryError) and (self._request is None or channel._running is self):

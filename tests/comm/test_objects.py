@@ -10,7 +10,6 @@ import pytest
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms import objects
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -128,26 +127,6 @@ class Stubborn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return refuse, ()
-
-
-@pytest.mark.ranks(2)
-async def test_without_memory_no_later_collective_takes_the_place_of_one(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if comm.rank == 0:
-        with monkeypatch.context() as patch:
-            patch.setattr(objects, "_room", _nothing_left)
-            with pytest.raises(mpdist.CommunicationError, match="MemoryError: nothing is left"):
-                await comm.all_gather_object(item_of(comm.rank))
-        with pytest.raises(mpdist.ClosedError, match=r"all_gather_object on .* had no memory"):
-            await comm.all_gather_object(item_of(comm.rank))
-    else:
-        with pytest.raises(mpdist.WorkTimeout):
-            await comm.all_gather_object(item_of(comm.rank)).within(0.5)
-
-
-def _nothing_left(sizes: object) -> Any:
-    raise MemoryError("nothing is left")
 
 
 async def test_objects_are_packed_when_posted(comm: Communicator) -> None:

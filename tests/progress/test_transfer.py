@@ -47,7 +47,9 @@ async def kept(comm: Communicator) -> None:
         assert work.cancel()
 
 
-@pytest.mark.parametrize("op", ["broadcast_object", "scatter", "scatter list", "all_gather", "all_reduce"])
+@pytest.mark.parametrize(
+    "op", ["broadcast_object", "all_gather_object", "scatter", "scatter list", "all_gather", "all_reduce"]
+)
 async def test_a_collective_for_which_there_is_no_memory_leaves_no_rank_out_of_step(
     comm: Communicator, op: str
 ) -> None:
@@ -60,6 +62,8 @@ async def test_a_collective_for_which_there_is_no_memory_leaves_no_rank_out_of_s
             return made.all_reduce(x)
         if op == "all_gather":
             return made.all_gather([x])
+        if op == "all_gather_object":
+            return made.all_gather_object(None if is_short else x)
         if op == "broadcast_object":
             return made.broadcast_object(None if is_short else x)
         whole = [x[:1], x] if op == "scatter list" else x
