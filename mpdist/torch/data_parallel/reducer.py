@@ -14,16 +14,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpdist.errors import ClosedError, UsageError, WorkTimeout
+from mpdist.errors import ClosedError, WorkTimeout
 from mpdist.progress.callback import when_done
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.data_parallel import change, mistakes, outputs, plan, sparse
+from mpdist.torch.data_parallel import change, mistakes, outputs, plan, running, sparse
 from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.ending import (
@@ -50,17 +49,13 @@ if TYPE_CHECKING:
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
-# Reducers whose backward runs, in any thread.
-_running: set[Reducer] = set()
-
-# Ranks that share several modules have wrapped them in the same order.
-_numbers = count()
-
 
 class Reducer:
     """The buckets of one module, and where the running backward is.
 
     Attributes:
+        number: counts the reducers of this process; modules in one backward end in this order.
+        where: on which communicator, in words.
         slots: parameters with `requires_grad`, in the module's order.
         buckets: in the order in which they start; None until the ranks have agreed.
         is_expected: a forward was made whose backward is to be averaged.
@@ -105,14 +100,13 @@ class Reducer:
             for index, (name, parameter) in enumerate(parameters)
         ]
         self._hooks = GradientHooks(self._all)
-        self._where = f"'{comm.name}' (rank {comm.rank})"
+        self.where = f"'{comm.name}' (rank {comm.rank})"
         self._notes: Notes | None = None
         self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
         self._aside: Aside | None = None
-        self._number = next(_numbers)
-        self._task = NO_TASK
+        self.number = next(running.numbers)
         self._started = 0
         self._is_closing = self._is_absent = False
         self._forwards = 0
@@ -146,7 +140,7 @@ class Reducer:
         stranger = self.find_stranger()
         if stranger is not None:
             self._rest()
-            raise mistakes.has_other_parameters(self._where, stranger)
+            raise mistakes.has_other_parameters(self.where, stranger)
 
     def forget_buckets(self) -> None:
         """Make the buckets anew at the end of the next backward."""
@@ -197,9 +191,9 @@ class Reducer:
     def _begin_with(self, slot: Slot) -> None:
         """A gradient comes from a backward that has come to no output of the module."""
         if self._empty_output:
-            raise mistakes.no_entrance(self._where, self._empty_output, slot.name)
+            raise mistakes.no_entrance(self.where, self._empty_output, slot.name)
         if is_in_reentrant_checkpoint():
-            raise mistakes.hidden_entrance(self._where, slot.name)
+            raise mistakes.hidden_entrance(self.where, slot.name)
         self.begin()
 
     def begin(self) -> None:
@@ -211,20 +205,17 @@ class Reducer:
                 stacklevel=2,
             )
         self._hooks.be_last(self.ready)
-        self._open()
-        self._task = current_task()
+        self._open(current_task())
         at_end_of_backward(self._end, self._broke_off)
 
-    def _open(self, is_absent: bool = False) -> None:
+    def _open(self, task: int = NO_TASK, is_absent: bool = False) -> None:
         if self.broken:
             raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
-        for other in tuple(_running):
-            if other is not self:
-                self._check_apart(other)
+        running.check_apart(self)
         if self.before_start is not None:
             self.before_start()
         self.is_active = True
-        _running.add(self)
+        running.begin(self, task)
         self._is_absent = is_absent
         self.unused.begin()
         self.step += 1
@@ -243,22 +234,10 @@ class Reducer:
                     self._unfired(slot)
         self.clock.backward_begins()
 
-    def _check_apart(self, other: Reducer) -> None:
-        """What one of them has averaged, or begins to, the other would take for a gradient of this rank."""
-        own = {id(slot.parameter): slot for slot in self.slots}
-        both = [own[id(slot.parameter)].name for slot in other.slots if id(slot.parameter) in own]
-        if both and Bucket in (self.bucket_type, other.bucket_type):
-            raise UsageError(
-                f"DistributedDataParallel on {self._where}: {both[0]} is a parameter of "
-                f"another one, too, on '{other.comm.name}', whose backward runs at the same time; wrap what both have "
-                "once, or give gradient_as_bucket_view=False to both"
-            )
-
     def _rest(self) -> None:
         """No backward runs."""
         self.is_active = False
-        self._task = NO_TASK
-        _running.discard(self)
+        running.end(self)
 
     def ready(self, slot: Slot) -> None:
         """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
@@ -329,7 +308,7 @@ class Reducer:
             if bucket.future is None:
                 bucket.start_hook(*self.hook)
                 if not isinstance(bucket.future, torch._C.Future):
-                    raise mistakes.no_future(self._where, self.hook[0], bucket.future)
+                    raise mistakes.no_future(self.where, self.hook[0], bucket.future)
             assert bucket.future is not None
             if not bucket.future.done():
                 return
@@ -365,9 +344,8 @@ class Reducer:
         """
         if not self.is_active:
             return
-        together = [other for other in tuple(_running) if other._task == self._task]
         try:
-            for each in sorted(together, key=lambda other: other._number):
+            for each in running.together(self):
                 each.finish()
         finally:
             if self.is_active:  # one before it has failed
@@ -495,7 +473,7 @@ class Reducer:
         mine, self._forwards = self._forwards, 0
         if total != mine * self.contributors and not self._has_warned:
             self._has_warned = True
-            warnings.warn(mistakes.uneven_forwards(self._where, mine, self.contributors, total), stacklevel=2)
+            warnings.warn(mistakes.uneven_forwards(self.where, mine, self.contributors, total), stacklevel=2)
 
     def _wait_for_hook(self, bucket: Bucket) -> None:
         future = bucket.future
@@ -503,7 +481,7 @@ class Reducer:
         assert self.hook is not None
         if not future.done():
             try:
-                wait_for_hook(self.comm, future, mistakes.future_of(self._where, self.hook[0], bucket))
+                wait_for_hook(self.comm, future, mistakes.future_of(self.where, self.hook[0], bucket))
             except WorkTimeout:
                 self.broken = f"in its backward number {self.step} a hook's Future was not complete in time"
                 raise
