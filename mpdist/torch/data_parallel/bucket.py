@@ -182,6 +182,10 @@ class Bucket:
         self.started_at = perf_counter()
         self.future = hook(state, self)
 
+    def note_end(self, _: object = None) -> None:
+        """Its message is over."""
+        self.done_at = perf_counter()
+
     def take(self, result: Any) -> None:
         """Copy the result of a hook into its place, if it is elsewhere."""
         self._hooks_own = None

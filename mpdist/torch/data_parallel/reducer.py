@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -292,7 +290,7 @@ class Reducer:
             return
         bucket.start(self.comm)
         assert bucket.work is not None
-        when_done(bucket.work, partial(_note_time, bucket))
+        when_done(bucket.work, bucket.note_end)
         if not self._is_closing:
             self.overlap.started()
 
@@ -486,7 +484,7 @@ class Reducer:
                 self.broken = f"in its backward number {self.step} a hook's Future was not complete in time"
                 raise
         bucket.take(future.wait())  # done; on a device this thread's stream comes after it
-        bucket.done_at = perf_counter()
+        bucket.note_end()
 
     def let_go(self) -> None:
         """No backward is averaged any more; the memory of the buckets goes with the gradients."""
@@ -497,7 +495,3 @@ class Reducer:
         """Let the parameters go."""
         self.overlap.stop()
         self._hooks.remove()
-
-
-def _note_time(bucket: Bucket, work: object) -> None:
-    bucket.done_at = perf_counter()
