@@ -20,10 +20,11 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from mpdist.errors import MpdistError
 from mpdist.progress.callback import when_done
+from mpdist.torch.backward import Backward, running_backward
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.devices import devices_of
 from mpdist.torch.errors import late, translated
-from mpdist.torch.futures import All, Backward, Future, running_backward
+from mpdist.torch.futures import All, Future
 from mpdist.torch.options import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Work(TorchWork):
 
     @leave_alone
     def get_future(self) -> torch.futures.Future[Any]:
-        """A Future of the result; its callbacks run on the thread that finds the operation done, see `futures`."""
+        """A Future of the result; its callbacks run on the thread that finds the operation done, see `backward`."""
         with _making:
             if self._future is not None:
                 return self._future

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch_support.older import has_events_of_two_threads
 
-import mpdist.torch.futures as futures_of_backwards
+import mpdist.torch.backward as backwards
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
 
@@ -68,8 +68,20 @@ def test_what_callbacks_post_in_a_backward_is_in_one_order_on_all_ranks(group: d
         futures.clear()
 
 
-def test_what_is_posted_at_the_end_of_a_backward_goes_on_at_once_and_in_order(group: dist.ProcessGroup) -> None:
-    """As DDP with a static graph: all buckets in one callback, which waits in C++."""
+# At its end DDP with a static graph waits in C++.
+WAITS_FOR_ALL: dict[str, Callable[[list[Any]], object]] = {
+    "in Python": torch.futures.wait_all,
+    "in C++": lambda futures: torch._C._collect_all(futures).wait(),
+    "not at all": lambda futures: None,
+}
+
+
+@pytest.mark.parametrize("way", WAITS_FOR_ALL)
+@pytest.mark.parametrize("has_posted_before", [False, True], ids=["", "posted before"])
+def test_what_is_posted_at_the_end_of_a_backward_goes_on_in_order(
+    group: dist.ProcessGroup, way: str, has_posted_before: bool
+) -> None:
+    """On a late rank each is done before its Future is asked for, on the others none is before all are posted."""
     done: list[int] = []
 
     def post(layer: int, stage: int) -> torch.futures.Future[None]:
@@ -79,15 +91,18 @@ def test_what_is_posted_at_the_end_of_a_backward_goes_on_at_once_and_in_order(gr
             if stage == 0:
                 post(layer, 1)
 
-        # The first is the longest: the others are done before it.
-        values = torch.full((1 + 2**20 // (1 + 2**layer),), float(group.rank() + layer))
-        return dist.all_reduce(values, async_op=True).get_future().then(go_on)
+        work = dist.all_reduce(numbers(group, layer, stage), async_op=True)
+        if group.rank() == stage == 0:
+            time.sleep(0.005)
+        return work.get_future().then(go_on)
 
     def at_end() -> None:
-        torch.futures.wait_all([post(layer, 0) for layer in range(LAYERS)])
-        assert done[:LAYERS] == list(range(LAYERS))
+        WAITS_FOR_ALL[way]([post(layer, 0) for layer in range(LAYERS)])
+        assert way == "not at all" or done[:LAYERS] == list(range(LAYERS))
 
     def queue(layer: int) -> None:
+        if layer == 0 and has_posted_before:
+            dist.all_reduce(numbers(group, layer, 0), async_op=True).get_future()
         if layer == LAYERS - 1:
             torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
@@ -96,6 +111,42 @@ def test_what_is_posted_at_the_end_of_a_backward_goes_on_at_once_and_in_order(gr
     while len(done) < 2 * LAYERS and time.monotonic() < deadline:
         time.sleep(0.001)
     assert done == 2 * list(range(LAYERS))
+
+
+def test_ddp_with_a_static_graph_and_a_hook_of_two_collectives(group: dist.ProcessGroup) -> None:
+    """Its first backward posts all buckets at its end. Rank 0 comes late to each."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(3 + layer, 4 + layer) for layer in range(LAYERS)))
+    options: dict[str, Any] = {"static_graph": True, "bucket_cap_mb": 1e-5, "process_group": group}
+    model = torch.nn.parallel.DistributedDataParallel(net, **options)
+    buckets: list[int] = []
+
+    def hook(_: object, bucket: Any) -> Any:
+        gradients = bucket.buffer()
+        buckets.append(bucket.index())
+        work = dist.all_reduce(gradients, async_op=True)
+        if group.rank() == 0:
+            time.sleep(0.005)
+
+        def go_on(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            twice = torch.cat([gradients, gradients])  # of other size: does it meet another rank's first, that fails
+            dist.all_reduce(twice)
+            return twice[: len(gradients)] / group.size() ** 2
+
+        return work.get_future().then(go_on)
+
+    hook.__annotations__.clear()  # torch wants its own classes, or none
+    model.register_comm_hook(None, hook)
+    x = torch.ones(2, 3)
+    for _ in range(3):
+        net.zero_grad()
+        model(x * (1 + group.rank())).sum().backward()
+        found = [parameter.grad for parameter in net.parameters()]
+        net.zero_grad()
+        for rank in range(group.size()):
+            (net(x * (1 + rank)).sum() / group.size()).backward()
+        for ours, parameter in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad)
+    assert len(set(buckets)) > 1
 
 
 def test_a_hook_may_wait_for_its_future_and_what_becomes_of_it(group: dist.ProcessGroup) -> None:
@@ -182,7 +233,7 @@ def test_after_a_backward_futures_complete_in_order_whichever_is_waited_for(grou
 
     def post(layer: int, stage: int) -> None:
         if layer == stage == group.rank() == 0:
-            time.sleep(3 * futures_of_backwards.STANDSTILL_SECONDS)
+            time.sleep(3 * backwards.STANDSTILL_SECONDS)
 
         def go_on(both: torch.futures.Future[Any]) -> None:
             assert [each.value()[0].unique().item() for each in both.value()] == [total(group, layer)] * 2
@@ -223,7 +274,7 @@ def test_several_futures_fail_with_the_first_that_fails(group: dist.ProcessGroup
 
 def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.ProcessGroup) -> None:
     futures: list[Any] = []
-    running = futures_of_backwards._running
+    running = backwards._running
     before = set(running)  # those that another test's error holds
 
     def kept() -> set[int]:

@@ -19,6 +19,7 @@ import torch
 
 from mpdist.errors import ClosedError, WorkTimeout
 from mpdist.progress.callback import when_done
+from mpdist.torch.backward import end_backward
 from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel import change, mistakes, outputs, plan, running, sparse
 from mpdist.torch.data_parallel.aside import Aside
@@ -39,7 +40,6 @@ from mpdist.torch.data_parallel.statistics import Clock
 from mpdist.torch.data_parallel.streams import Streams
 from mpdist.torch.data_parallel.unused import Unused
 from mpdist.torch.data_parallel.waiting import hold, wait_for_hook
-from mpdist.torch.futures import end_backward
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -401,21 +401,24 @@ class Reducer:
         self._is_closing = True
         self.clock.backward_ends()
         try:
-            if self.buckets is None:
-                self._agree()
-                for slot in self.slots:
-                    if slot.bucket is not None:
-                        self._unfired(slot)
-            elif self._started < len(self.buckets):
-                for slot in self.slots:
-                    if slot.bucket is not None and slot.fired < slot.due:
-                        self._unfired(slot)
+            self._enter_unfired()
             with self.overlap.waiting():
                 self._start_full()
                 self._wait()
         finally:
             self._rest()
             self.is_expected = self._is_kept = self._has_derivatives
+
+    def _enter_unfired(self) -> None:
+        if self.buckets is None:
+            self._agree()
+            for slot in self.slots:
+                if slot.bucket is not None:
+                    self._unfired(slot)
+        elif self._started < len(self.buckets):
+            for slot in self.slots:
+                if slot.bucket is not None and slot.fired < slot.due:
+                    self._unfired(slot)
 
     def _agree(self) -> None:
         """The first backward is over: make the buckets."""
@@ -442,11 +445,10 @@ class Reducer:
         if self._own_notes is not None:
             self._write_notes()
         own = None if self._own_notes is None else self.comm.all_reduce(self._own_notes)
-        if self.hook is not None:
-            end_backward()  # what hooks have posted through the backend would complete after this callback
         for bucket in self.buckets:
             if self.hook is not None:
                 self._start_hooks()
+                end_backward()  # what hooks have posted through the backend would complete after this callback
                 self._wait_for_hook(bucket)
             elif bucket.work is not None:
                 finish(bucket.work)
