@@ -41,11 +41,11 @@ def make_node(meeting: Channel, members: Sequence[int], name: str, make: Make, j
         join: called for all others that are asked for meanwhile.
     """
     engine = meeting.engine
+    others = [member for member in members if member != meeting.rank]
     engine.creating += 1
     try:
-        for member in members:
-            if member != meeting.rank:
-                _ask(meeting, member, name)
+        for member in others:
+            _ask(meeting, member, name)
         yield Asked(meeting, members, name, join)
         call = Blocking(engine, lambda: engine.maker.subgroup(members, tag_of(meeting, f"the node of {name}")))
         yield call

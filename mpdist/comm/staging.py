@@ -109,8 +109,7 @@ class Staging:
                     yield from copied(marks)
                     chunk = arguments if len(spans) == 1 else [part_of(argument, *span) for argument in arguments]
                     result = yield from program(transport, *chunk)
-                    if result is not None:  # None where this rank gets nothing
-                        inward += self.copy_in(*span)
+                    inward += [] if result is None else self.copy_in(*span)  # None where this rank gets nothing
                 yield from copied(inward)
         finally:
             self.forget()

@@ -136,11 +136,7 @@ class Call:
         arguments = team.rank, team.size, self.x.count, self.x.element.itemsize
         chosen = way.plan(*arguments, *([self.src] if self.op == "broadcast" else []))
         try:
-            x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
-            for at, member in way.opened:
-                if member != team.rank:
-                    (x if at == _X_AT else out)[member] = _opened(team, told[member], at)
-            yield from Running(team, self.folder(told), x, out).run(chosen)
+            yield from Running(team, self.folder(told), *self._arrays(team, told, way)).run(chosen)
         except BaseException:
             if chosen.tells_late:
                 team.keep(self.x, self.out)
@@ -148,6 +144,14 @@ class Call:
         finally:
             self.forget()
         return self.result
+
+    def _arrays(self, team: Team, told: Sequence[Facts], way: Way) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the members' arrays are, as far as this rank needs them: what is reduced, and the results."""
+        x, out = {team.rank: self.x.address}, {team.rank: self.out.address}
+        for at, member in way.opened:
+            if member != team.rank:
+                (x if at == _X_AT else out)[member] = _opened(team, told[member], at)
+        return x, out
 
 
 class Way(NamedTuple):

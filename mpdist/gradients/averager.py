@@ -227,11 +227,7 @@ class GradientAverager:
                 self._forget_step()
                 raise
         try:
-            for index, place in enumerate(self._places):
-                if not place.is_entered:
-                    self._replace(index, self._arrays[index])
-                    self._is_ready[index] = True
-                    self._enter(index)
+            self._enter_rest()
             with self._lock:
                 self._start_full()  # what was refused before
         except BaseException:
@@ -245,6 +241,13 @@ class GradientAverager:
         except BaseException:  # an interruption: all is where it was, so whoever asks again goes on from there
             self._ending = None
             raise
+
+    def _enter_rest(self) -> None:
+        for index, place in enumerate(self._places):
+            if not place.is_entered:
+                self._replace(index, self._arrays[index])
+                self._is_ready[index] = True
+                self._enter(index)
 
     def _reduced(self) -> Talk[None]:
         """All reductions are over, the failed ones too: none of them uses the buckets any more."""

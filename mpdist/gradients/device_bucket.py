@@ -96,8 +96,11 @@ class DeviceBucket(Bucket):
         with settled(marks):
             yield from copied(marks)
             yield from program(transport, *arguments)
-            marks += [place.copy_in() for place in self._own if not place.buffer.readonly]
+            marks += self._copy_in()
             yield from copied(marks)
+
+    def _copy_in(self) -> list[Mark]:
+        return [place.copy_in() for place in self._own if not place.buffer.readonly]
 
     def reset(self) -> None:
         super().reset()

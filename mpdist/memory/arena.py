@@ -178,11 +178,9 @@ class Arena:
         if os.getpid() != self._owner_pid:  # a forked child's copy: the pages are the parent's
             return
         self._returned.append((offset, nbytes))
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():  # else whoever has it looks, or the next who needs memory
+            with self._lock:
                 self._take_back()
-            finally:
-                self._lock.release()
 
     @property
     def used_bytes(self) -> int:

@@ -153,29 +153,33 @@ class Engine:
 
     def drive(self) -> bool:
         """Look once at everything; True if anything moved."""
-        moved = False
         with self.lock:
-            while self.later:
-                self.later[0]._poll()
-                self.later.popleft()
-                moved = True
-            if self.listening:
-                moved = self._listen() or moved
-            active = self.active
-            for _ in range(min(len(active), WINDOW)):
-                active.rotate(-1)
-                work = active[-1]  # listed while it is looked at: a signal's handler may raise there
-                if work._poll():
-                    moved = True
-                    if active and active[-1] is work:
-                        active.pop()
-            if self.has_advanced:
-                self.has_advanced = False
-                moved = True
-            if moved:
-                self.moves += 1
+            moved = self._look_at_all()
         if self.finished:
             self.flush()
+        return moved
+
+    def _look_at_all(self) -> bool:
+        moved = False
+        while self.later:
+            self.later[0]._poll()
+            self.later.popleft()
+            moved = True
+        if self.listening:
+            moved = self._listen() or moved
+        active = self.active
+        for _ in range(min(len(active), WINDOW)):
+            active.rotate(-1)
+            work = active[-1]  # listed while it is looked at: a signal's handler may raise there
+            if work._poll():
+                moved = True
+                if active and active[-1] is work:
+                    active.pop()
+        if self.has_advanced:
+            self.has_advanced = False
+            moved = True
+        if moved:
+            self.moves += 1
         return moved
 
     def look(self) -> None:
@@ -184,15 +188,29 @@ class Engine:
             return
         if not (self.is_threaded or threading.get_ident() == threading.main_thread().ident):
             return
-        if self.lock._is_owned() or not self.lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as threading.Condition asks
+        if not self._is_free():
             return
-        self.lock.release()  # callbacks are not to run under it
         self._is_looking = True  # they may ask, too
         try:
             self.drive()
         finally:
             self._is_looking = False
             self._looked = monotonic()
+
+    def _is_free(self) -> bool:
+        """Whether no thread drives, this one neither. The lock is given back: callbacks are not to run under it."""
+        lock: Any = self.lock
+        if lock._is_owned():  # as threading.Condition asks
+            return False
+        try:
+            if lock.acquire(blocking=False):
+                lock.release()
+                return True
+        except BaseException:  # of a signal's handler
+            if lock._is_owned():
+                lock.release()
+            raise
+        return False
 
     def _listen(self) -> bool:
         moved = False
@@ -215,10 +233,7 @@ class Engine:
                 self.ticking.has_yielded = True
                 self._poll_and_yield(work)
             else:
-                poll = work._poll
-                for _ in range(self.backoff.inline_polls):
-                    if poll() or self.credit <= 0:
-                        break
+                self._poll_quickly(work)
             active = self.active
             if active and active[-1] is work and work._done and work._poll():
                 active.pop()
@@ -228,6 +243,12 @@ class Engine:
         if len(self.active) > 2 * WINDOW:  # works that ended inside awaits are still listed
             self.drive()
         return work._done
+
+    def _poll_quickly(self, work: Work[Any]) -> None:
+        poll = work._poll
+        for _ in range(self.backoff.inline_polls):
+            if poll() or self.credit <= 0:
+                break
 
     def _poll_and_yield(self, work: Work[Any]) -> None:
         start = now = monotonic()
@@ -299,29 +320,29 @@ class Engine:
             self.credit = TURN_CREDIT  # there is no loop that wants its turn
             if self.drive_inline(work):
                 return True
-        last = now = monotonic()
-        end = None if timeout is None else now + timeout
-        has_told = False
         try:
-            while waiting():
-                if self.drive():
-                    last = monotonic()
-                    continue
-                now = monotonic()
-                if end is not None and now >= end:
-                    return not waiting()
-                if now - last > UNMOVED_SECONDS:
-                    self.doorbell.tell_waiting(has_told := True)  # each time: another thread may have taken it back
-                delay = self.backoff.delay(now - last, bool(self.active))
-                if end is not None:
-                    delay = min(delay, end - now)
-                if delay == 0.0:
-                    os.sched_yield()
-                elif self.doorbell.nap(delay, self.drive):
-                    last = monotonic()
+            return self._drive_while(waiting, None if timeout is None else monotonic() + timeout)
         finally:
-            if has_told:
-                self.doorbell.tell_waiting(False)
+            self.doorbell.tell_waiting(False)
+
+    def _drive_while(self, waiting: Callable[[], bool], end: float | None) -> bool:
+        last = monotonic()
+        while waiting():
+            if self.drive():
+                last = monotonic()
+                continue
+            now = monotonic()
+            if end is not None and now >= end:
+                return not waiting()
+            if now - last > UNMOVED_SECONDS:
+                self.doorbell.tell_waiting(True)  # each time: another thread may have taken it back
+            delay = self.backoff.delay(now - last, bool(self.active))
+            if end is not None:
+                delay = min(delay, end - now)
+            if delay == 0.0:
+                os.sched_yield()
+            elif self.doorbell.nap(delay, self.drive):
+                last = monotonic()
         return True
 
     # ------------------------------------------------------------------ limits, threads, end

@@ -150,7 +150,12 @@ class Inbox:
         waiting = None
         try:
             self.box.restore(incoming)
-            while incoming.order > 0 and (waiting := self.box.match(incoming.src, incoming.tag)) is not None:
+            while True:  # a condition would be outside of `try`, see interruption.py
+                if incoming.order <= 0:
+                    break
+                waiting = self.box.match(incoming.src, incoming.tag)
+                if waiting is None:
+                    break
                 self._claim(incoming, waiting)
         except BaseException:  # of a signal's handler
             if waiting is not None and not waiting._done and waiting._incoming is not incoming:
@@ -208,10 +213,14 @@ class Inbox:
         receive = None
         try:
             self.untaken = None
-            while (receive := self.box.match(incoming.src, incoming.tag)) is not None:
+            while True:  # a condition would be outside of `try`, see interruption.py
+                receive = self.box.match(incoming.src, incoming.tag)
+                if receive is None:
+                    self.box.keep(incoming)
+                    return
                 if receive.accept(incoming):
                     return
-            self.box.keep(incoming)
+                receive = None
         except BaseException:  # of a signal's handler
             if receive is None or not receive.hold(incoming):
                 self.deliver(incoming)

@@ -49,19 +49,22 @@ class Outbox:
     def advance(self) -> None:
         """Post what may be posted; if the data of one cannot be had, none that waits goes, for order is promised."""
         with self._lock:
-            queue = self._queue
-            while queue:
-                first = queue[0]
-                if isinstance(first, Held):
-                    first.begin(self._isend)
-                elif not self._has_come(first):
-                    return
-                if queue:
-                    queue.popleft()
-                if isinstance(first, Held):
-                    self._channel.ring(first.dst)
-            if self._channel.isend == self.isend:
-                self._channel.isend = self._isend
+            self._advance()
+
+    def _advance(self) -> None:
+        queue = self._queue
+        while queue:
+            first = queue[0]
+            if isinstance(first, Held):
+                first.begin(self._isend)
+            elif not self._has_come(first):
+                return
+            if queue:
+                queue.popleft()
+            if isinstance(first, Held):
+                self._channel.ring(first.dst)
+        if self._channel.isend == self.isend:
+            self._channel.isend = self._isend
 
     def _has_come(self, mark: Request) -> bool:
         try:

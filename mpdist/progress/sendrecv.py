@@ -105,16 +105,19 @@ class SendReceive(Wrapped[Message]):
 
     def _meet_send(self, receive: ArrayReceive) -> None:
         """Look at the send, for a while; if it is still on its way, a cancelled await gives the message back."""
-        engine, send = self._channel.engine, self._send
         try:
-            for _ in engine.quick_polls:
-                if send._poll():
-                    engine.credit -= 1
-                    return
+            self._look_at_send()
         finally:
-            if not send._done:
+            if not self._send._done:
                 receive._matched()
                 receive._looked_at = False
+
+    def _look_at_send(self) -> None:
+        engine, send = self._channel.engine, self._send
+        for _ in engine.quick_polls:
+            if send._poll():
+                engine.credit -= 1
+                return
 
     def _poll(self) -> bool:
         if not self._receive._done:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
@@ -24,6 +24,7 @@ from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
+    from mpdist.progress.engine import Engine
     from mpdist.transport.requests import Request
 
 T = TypeVar("T")
@@ -218,7 +219,7 @@ class Work(Generic[T]):
         """Forget a callback; returns how many were removed."""
         with self._channel.engine.lock:
             before = self._callbacks or []
-            self._callbacks = [callback for callback in before if callback[0] != fn]
+            self._callbacks = _without(fn, before)
             return len(before) - len(self._callbacks)
 
     # ------------------------------------------------------------------ for the Engine
@@ -295,6 +296,10 @@ class Work(Generic[T]):
         return f"<Work {self.describe()}, {state}>"
 
 
+def _without(fn: object, callbacks: Sequence[Callback]) -> list[Callback]:
+    return [callback for callback in callbacks if callback[0] != fn]
+
+
 class _OfResult:
     """A name that results have, and a Work has not: who asks for it has forgotten to await.
 
@@ -344,24 +349,25 @@ class Requested(Work[T]):
             engine = self._channel.engine
             if engine.credit > 0 and self._callbacks is None:
                 with engine.lock:
-                    request = self._request
-                    if request is not None:
-                        test = request.Test
-                        try:
-                            for _ in engine.quick_polls:
-                                if test():
-                                    self._complete()
-                                    engine.credit -= 1
-                                    break
-                        except Exception as error:
-                            if is_interruption(error):
-                                raise
-                            self._broke(error)
+                    if self._request is not None:
+                        self._poll_quickly(self._request.Test, engine)
             if not self._done:
                 return (yield from super().__await__())
         if self._error is not None:
             raise self._seen_error()
         return self._result
+
+    def _poll_quickly(self, test: Callable[[], bool], engine: Engine) -> None:
+        try:
+            for _ in engine.quick_polls:
+                if test():
+                    self._complete()
+                    engine.credit -= 1
+                    break
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            self._broke(error)
 
     def _poll(self) -> bool:
         request = self._request

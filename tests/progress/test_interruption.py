@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+from progress import interruptions
 
 import mpdist
 from mpdist import Communicator
@@ -167,3 +169,24 @@ def test_an_interrupted_callback_leaves_the_others_to_be_called(comm: Communicat
     comm.barrier().wait()
     comm._channel.engine.drive()
     assert calls == [work]
+
+
+def test_nobody_keeps_a_lock_wherever_a_look_is_interrupted(comm: Communicator) -> None:
+    """Neither who asks whether something is done, nor who waits."""
+    engine = comm._channel.engine
+    with interruptions.raising():
+        for number in itertools.count(1):
+            receive = comm.recv(src=0)
+            place = interruptions.Interruptions(number, "progress", ("engine", "work"))
+            engine._looked = 0.0
+            try:
+                with place:
+                    assert not receive.done()
+                    with pytest.raises(mpdist.WorkTimeout):
+                        receive.wait(0.001)
+            except interruptions.Interrupted:
+                assert not engine.lock._is_owned(), f"interrupted at place {number}"  # type: ignore[attr-defined]
+            receive.cancel()
+            if place.left >= 0:
+                break
+    assert number > 20

@@ -100,9 +100,13 @@ class Cache:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(self.path.with_suffix(".lock"), "w"))
-                while not _locked(file) and not is_over.wait(LOOK_SECONDS):
-                    pass
+                _lock(file, is_over)
             yield
+
+
+def _lock(file: TextIO, is_over: threading.Event) -> None:
+    while not _locked(file) and not is_over.wait(LOOK_SECONDS):
+        pass
 
 
 def _locked(file: TextIO) -> bool:
