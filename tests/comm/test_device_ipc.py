@@ -23,7 +23,7 @@ from mpdist.memory import as_buffer
 from mpdist.memory.cuda import Cuda
 from mpdist.progress.marks import copied
 
-pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.any_mpi]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.any_mpi]
 
 Comm = mpdist.Communicator
 DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "complex64")

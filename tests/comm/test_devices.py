@@ -17,7 +17,7 @@ from memory.simulated import Simulated, simulated
 import mpdist
 from mpdist.comm import staging
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 Comm = mpdist.Communicator
 DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64")
