@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ async def test_a_loop_that_looks_again_at_once_gives_way_to_other_processes(
 ) -> None:
     turns = [0]
     monkeypatch.setattr(os, "sched_yield", lambda: turns.__setitem__(0, turns[0] + 1))
+    engine = comm._channel.engine
+    monkeypatch.setattr(engine, "backoff", replace(engine.backoff, hot_seconds=10))  # however slow the machine is
     work = comm.recv(src=peer(comm))
     seen = turns[0]
     for _ in range(8):
