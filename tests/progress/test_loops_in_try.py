@@ -26,9 +26,10 @@ UNDO_NOTHING = {
 
 
 def needs_its_end(node: ast.AST) -> bool:
-    """Whether it undoes something after any exception."""
+    """Whether it undoes something after any exception; a file closes when nobody has it any more."""
     if isinstance(node, ast.With):
-        return not all("suppress(" in ast.unparse(item.context_expr) for item in node.items)
+        contexts = [ast.unparse(item.context_expr) for item in node.items]
+        return not all("suppress(" in each or each.startswith("open(") for each in contexts)
     if not isinstance(node, ast.Try):
         return False
     kinds = [handler.type for handler in node.handlers]

@@ -20,15 +20,15 @@ ours = signals.Signals(Ender(0, 2, Board(bytearray(board_bytes(2)), 0, [0]), lis
 ours.install()
 thread = next(each for each in threading.enumerate() if each.name == "mpdist-signals")
 
-def interrupt():
+def interrupt(seconds=0.3):
     os.kill(os.getpid(), signal.SIGINT)
-    thread.join(0.3)  # where it has heard of that it ends the process
+    thread.join(seconds)  # where it has heard of that it ends the process
     print("goes on", flush=True)
     os._exit(0)
 
 async def rearm_in_loop():
     ours.rearm()
-    interrupt()
+    interrupt(20)
 
 handle = lambda *_: print("heard")
 """
