@@ -53,6 +53,8 @@ def loops_in_try(tree: ast.AST) -> set[tuple[int, int]]:
 def escaping(source: str) -> Iterator[str]:
     """Functions in which a jump back has other handlers of exceptions than the loop to which it belongs."""
     loops = loops_in_try(ast.parse(source))
+    if not loops:
+        return
     for code in functions(compile(source, "<source>", "exec")):
         lines = {each.offset: each.positions and each.positions.lineno for each in dis.get_instructions(code)}
         table = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # there, as dis shows it
