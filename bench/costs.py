@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpdist.algorithms.crossing import SLICE_BYTES
+
 
 @dataclass(frozen=True)
 class Line:
@@ -137,13 +139,18 @@ def private_memory(nbytes: float, layout: Layout, machine: Machine) -> float:
 
 
 def hierarchical(nbytes: float, layout: Layout, machine: Machine) -> float:
-    """Reduce-scatter in the node, one rail for each local rank between nodes, all-gather in the node."""
-    inside = shared_memory(nbytes, Layout(1, layout.local), machine, copies=1)
+    """Reduce-scatter in the node, one rail for each local rank between nodes, all-gather in the node.
+
+    A pipeline, slice by slice: while one is on the link, the next is reduced.
+    """
+    slices = max(1, math.ceil(nbytes / (layout.local * SLICE_BYTES)))
+    inside = shared_memory(nbytes, Layout(1, layout.local), machine, copies=1) / slices
     rail = Layout(layout.nodes, 1)
     crowded = Machine(
         machine.message, Line(machine.link.alpha, machine.link.beta * layout.local), machine.gamma, machine.shared, 1
     )
-    return inside + min(flat(nbytes / layout.local, rail, crowded) for flat in FLAT.values())
+    over = min(flat(nbytes / layout.local / slices, rail, crowded) for flat in FLAT.values())
+    return inside + over + (slices - 1) * max(inside, over)
 
 
 Cost = Callable[[float, Layout, Machine], float]

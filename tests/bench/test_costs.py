@@ -55,6 +55,16 @@ def test_shared_memory_of_private_arrays_costs_copies_of_what_is_the_others() ->
     assert private - resident == pytest.approx(2 * N / 2 * 1e-10)
 
 
+def test_hierarchical_reduces_in_the_node_while_a_slice_is_on_the_link() -> None:
+    """So the faster of both takes no time but for one slice."""
+    nbytes = 64 * 2 * costs.SLICE_BYTES
+    for link, copying in ((1e-8, 1e-10), (1e-10, 1e-8)):
+        machine = costs.Machine(costs.Line(0, 0), costs.Line(0, link), 0, costs.Line(0, copying), 2)
+        inside, over = 1.5 * nbytes * copying, nbytes * link
+        expected = max(inside, over) + min(inside, over) / 64
+        assert costs.hierarchical(nbytes, costs.Layout(2, 2), machine) == pytest.approx(expected)
+
+
 def test_hierarchical_sends_no_byte_more_than_it_must() -> None:
     free = costs.Machine(costs.Line(0, 0), costs.Line(0, 1e-8), 0, costs.Line(0, 0), 4)
     for nodes in (2, 4, 8):
