@@ -55,6 +55,7 @@ from mpdist.cli.segments import own_segments
 from mpdist.cli.torch_variables import common_variables
 from mpdist.errors import UsageError
 from mpdist.transport.facts import RANK_VARIABLES
+from mpdist.transport.start_up import missing_home
 
 # After a signal ranks have warden.ENDING_SECONDS to end by themselves; then everything is stopped.
 INTERRUPT_SECONDS = warden.ENDING_SECONDS + 0.3
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
         require_room(options.hostfile, parse(hosts), place.ranks, launcher.kind, place.extra, os.environ)
     common = common_variables(place.ranks, hosts, os.environ, is_local=place.is_local)
     variables = launch_variables(launcher.kind, place) | common
+    if launcher.kind is Kind.OPENMPI:
+        variables |= missing_home(os.environ)
     exported = [] if place.is_local else [*exported_variables({**os.environ, warden.RUN_VARIABLE: ""}), *common]
     command = launch_command(launcher, place, exported, program)
     if options.verbose or options.dry_run:

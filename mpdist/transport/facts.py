@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from mpdist.transport.cuda_aware.claim import cuda_support, library_path
-from mpdist.transport.start_up import known_as_unavailable, without_network_cards
+from mpdist.transport.start_up import at_home, known_as_unavailable, without_network_cards
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def gather_facts() -> MpiFacts:
 
 
 def _load() -> ModuleType:
-    with known_as_unavailable(), without_network_cards(os.environ):
+    with known_as_unavailable(), at_home(os.environ), without_network_cards(os.environ):
         from mpi4py import MPI
     return MPI
 

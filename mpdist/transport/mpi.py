@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 from zlib import crc32
 
-from mpdist.transport.start_up import known_as_unavailable, without_network_cards
+from mpdist.transport.start_up import at_home, known_as_unavailable, without_network_cards
 
 with known_as_unavailable():
     import mpi4py
@@ -25,7 +25,7 @@ with known_as_unavailable():
 # would wait for all others for ever.
 if "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False
-with known_as_unavailable(), without_network_cards(os.environ):
+with known_as_unavailable(), at_home(os.environ), without_network_cards(os.environ):
     from mpi4py import MPI
 
 from mpdist.errors import UsageError
@@ -311,7 +311,7 @@ def start() -> Transport:
     if MPI.Is_finalized():
         raise RuntimeError("MPI is finalized and cannot be started again in this process")
     if not MPI.Is_initialized():  # mpi4py was told not to
-        with without_network_cards(os.environ):
+        with at_home(os.environ), without_network_cards(os.environ):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     MPI.Finalize = _refuse
     return Transport(MPI.COMM_WORLD.Dup())

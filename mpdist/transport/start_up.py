@@ -2,11 +2,13 @@
 
 Its transport for network cards, btl/ofi, looks for some at each start and sleeps
 for a second on the way (5.0.11: MPI_Init takes 1.02 s instead of 0.02). Ranks of
-one host talk through memory, so there it is left out.
+one host talk through memory, so there it is left out. And without HOME it does not
+start at all ("mca_base_var_init failed"), as under a service manager or `env -i`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -45,6 +47,26 @@ def _found(error: Exception) -> str:
     """What mpi4py says, without the places where nothing is."""
     lines = [line for line in str(error).splitlines() if not _NOTHING_THERE.match(line)]
     return f". mpi4py says: {'; '.join(lines)}" if lines else ""
+
+
+@contextmanager
+def at_home(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside, Open MPI can start where HOME is not set."""
+    missing = missing_home(environ)
+    environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            environ.pop(name, None)
+
+
+def missing_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable HOME, as the system knows it, where it is not set; its root for a user that it does not know."""
+    if "HOME" in environ:
+        return {}
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else os.sep}
 
 
 @contextmanager

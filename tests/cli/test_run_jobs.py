@@ -60,6 +60,12 @@ def test_finished_job_returns_zero_and_says_nothing() -> None:
     assert all(ended.out.count(f"rank {rank} of 3 is ready") == 1 for rank in range(3))
 
 
+def test_a_job_runs_where_home_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    ended = run("-n", "2", FAILING_RANK, "finish", "nowhere")
+    assert (ended.status, ended.err) == (0, "")
+
+
 def test_rank_that_has_explained_itself_is_not_explained_again() -> None:
     ended = run("-n", "3", FAILING_RANK, "told", "barrier")
     assert ended.status == 5

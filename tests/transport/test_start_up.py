@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from cli.jobs import job_environ
 
 from mpdist.errors import Unavailable
-from mpdist.transport.start_up import TRANSPORTS, known_as_unavailable, without_network_cards
+from mpdist.transport.start_up import TRANSPORTS, at_home, known_as_unavailable, without_network_cards
 
 HERE = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 
@@ -90,3 +91,27 @@ def test_program_without_a_library_ends_with_advice(program: str, status: int, f
     assert done.stderr.splitlines()[-1].startswith(first)
     assert "During handling" not in done.stderr
     assert "direct cause" not in done.stderr
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_open_mpi_has_a_home_where_it_starts(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: "/homes/me" if known else path)
+    environ: dict[str, str] = {}
+    with at_home(environ):
+        assert environ == {"HOME": "/homes/me" if known else "/"}
+    assert environ == {}
+
+
+def test_a_home_that_is_set_stays() -> None:
+    environ = {"HOME": "/homes/me"}
+    with at_home(environ):
+        assert environ == {"HOME": "/homes/me"}
+    assert environ == {"HOME": "/homes/me"}
+
+
+def test_mpdist_starts_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    program = "import os, mpdist; print(mpdist.init().size, 'HOME' in os.environ)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=job_environ(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
