@@ -12,6 +12,7 @@ MPIR_CVAR_ENABLE_HEAVY_YIELD a barrier 40 times slower (500 us instead of 12 us)
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,8 @@ ANY_NAMES = tuple(dict.fromkeys(name for names in NAMES.values() for name in nam
 # Set where the ranks may be started on other hosts even without a host file.
 SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE", "FLUX_JOB_ID")
 
+_BINDING = re.compile(r"bind|overload|cpu-?(set|list)|rankfile|^-+rf(=|$)", re.IGNORECASE)
+
 # Open MPI passes only its own variables on to other hosts.
 EXPORTED_PREFIXES = ("MPDIST_", "PYTHON")
 
@@ -62,7 +65,11 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Placement:
-    """What decides about the launcher's options, apart from its kind."""
+    """What decides about the launcher's options, apart from its kind.
+
+    Attributes:
+        is_bound: the user has said to which cores the ranks are bound.
+    """
 
     ranks: int
     cores: int
@@ -70,6 +77,7 @@ class Placement:
     hostfile: str | None = None
     extra: Sequence[str] = ()
     is_local: bool = True
+    is_bound: bool = False
 
 
 def launch_command(launcher: Launcher, place: Placement, exported: Iterable[str], program: Sequence[str]) -> list[str]:
@@ -88,6 +96,8 @@ def _openmpi_options(place: Placement, exported: Iterable[str]) -> list[str]:
         options.append("--allow-run-as-root")
     if place.hostfile:
         options += ["--hostfile", place.hostfile]
+        if not place.is_bound:
+            options += ["--bind-to", ":overload-allowed"]  # else a host with more slots than cores is refused
     if place.is_local:
         options.append("--oversubscribe")  # slots are cores: 2 ranks on 1 core with 2 threads would be refused
         if place.ranks > place.cores:
@@ -121,6 +131,12 @@ def exported_variables(environ: Mapping[str, str]) -> list[str]:
 def is_local(hostfile: str | None, extra: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether all ranks certainly run on this host."""
     return not hostfile and not extra and not any(name in environ for name in SCHEDULERS)
+
+
+def is_bound(extra: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's own words say to which cores Open MPI binds the ranks."""
+    variables = (name for name in environ if name.startswith(("PRTE_MCA_", "OMPI_MCA_")))
+    return any(_BINDING.search(word) for word in (*extra, *variables))
 
 
 def core_count() -> int:

@@ -47,6 +47,7 @@ from mpdist.cli.launcher import (
     exported_variables,
     find_launcher,
     inspect_launcher,
+    is_bound,
     is_local,
     launch_command,
     launch_variables,
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
         hostfile=options.hostfile,
         extra=options.launcher_arg,
         is_local=is_local(options.hostfile, options.launcher_arg, os.environ),
+        is_bound=is_bound(options.launcher_arg, os.environ),
     )
     program = rank_program(options, launcher.kind)
     hosts = _read_hosts(options.hostfile) if options.hostfile else []

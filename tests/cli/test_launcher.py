@@ -16,6 +16,7 @@ from mpdist.cli.launcher import (
     exported_variables,
     find_launcher,
     inspect_launcher,
+    is_bound,
     is_local,
     launch_command,
     launch_variables,
@@ -43,7 +44,8 @@ def command(kind: Kind, place: Placement, exported: tuple[str, ...] = ()) -> str
         (Kind.OPENMPI, LOCAL, "mpiexec -n 2 --oversubscribe"),
         (Kind.OPENMPI, replace(LOCAL, is_root=True), "mpiexec -n 2 --allow-run-as-root --oversubscribe"),
         (Kind.OPENMPI, CROWDED, "mpiexec -n 4 --oversubscribe --bind-to none"),
-        (Kind.OPENMPI, REMOTE, "mpiexec -n 4 --hostfile hosts --x y"),
+        (Kind.OPENMPI, REMOTE, "mpiexec -n 4 --hostfile hosts --bind-to :overload-allowed --x y"),
+        (Kind.OPENMPI, replace(REMOTE, is_bound=True), "mpiexec -n 4 --hostfile hosts --x y"),
         (Kind.OTHER, LOCAL, "mpiexec -n 2"),
     ],
 )
@@ -52,12 +54,29 @@ def test_command_line_has_what_this_mpi_needs(kind: Kind, place: Placement, expe
 
 
 def test_open_mpi_is_told_which_variables_other_hosts_need() -> None:
-    assert command(Kind.OPENMPI, REMOTE, ("MPDIST_RUN",)) == "mpiexec -n 4 --hostfile hosts -x MPDIST_RUN --x y"
+    assert " -x MPDIST_RUN " in command(Kind.OPENMPI, REMOTE, ("MPDIST_RUN",))
     assert "MPDIST_RUN" not in command(Kind.MPICH, REMOTE, ("MPDIST_RUN",))
     assert exported_variables({"PYTHONPATH": "", "MPDIST_A": "", "HOME": "", "OMPI_MCA_x": ""}) == [
         "MPDIST_A",
         "PYTHONPATH",
     ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "expected"),
+    [
+        ([], {"HOME": "/bind"}, False),
+        (["--map-by", "ppr:2:node", "--host", "a"], {"OMPI_MCA_btl": "self"}, False),
+        (["--bind-to", "none"], {}, True),
+        (["--map-by=core:OVERLOAD-ALLOWED"], {}, True),
+        (["-rf", "file"], {}, True),
+        (["--cpu-set", "0,1"], {}, True),
+        ([], {"PRTE_MCA_hwloc_default_binding_policy": "none"}, True),
+        ([], {"OMPI_MCA_hwloc_base_binding_policy": "none"}, True),
+    ],
+)
+def test_who_binds_ranks_is_let_do_it(extra: list[str], environ: dict[str, str], expected: bool) -> None:
+    assert is_bound(extra, environ) is expected
 
 
 def test_unknown_launcher_takes_no_host_file() -> None:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from cli.jobs import FAILING_RANK, PROMISED_SECONDS, START_SECONDS, Ended, Job, job, job_environ
 
+from mpdist.cli.launcher import Kind, core_count, find_launcher
+
 pytestmark = pytest.mark.job
 
 # how rank 1 ends -> (status of the job, words of the last line)
@@ -275,6 +277,14 @@ def test_several_hosts_are_reached_by_address(tmp_path: Path) -> None:
     place = ["--launcher-arg=-wdir", f"--launcher-arg={tmp_path}"]
     ended = run("-n", "1", *place, script(tmp_path, "import os; print(os.getcwd())"))
     assert (ended.status, ended.out.strip()) == (0, str(tmp_path))
+
+
+def test_a_host_may_have_room_for_more_ranks_than_it_has_cores(tmp_path: Path) -> None:
+    ranks = core_count() + 1
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"localhost:{ranks}\n" if find_launcher().kind is Kind.MPICH else f"localhost slots={ranks}\n")
+    ended = run("-n", str(ranks), "--hostfile", str(hosts), script(tmp_path, "print('here')"))
+    assert (ended.status, ended.out.count("here"), ended.err) == (0, ranks, "")
 
 
 def test_failed_launch_is_not_a_success() -> None:
