@@ -243,5 +243,6 @@ def as_text(report: Mapping[str, Section]) -> str:
     width = max((len(name) for section in report.values() for name in section), default=0)
     lines = []
     for title, section in report.items():
-        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in section.items()), ""]
+        rows = [f"  {name:<{width}}  {value}" for name, value in section.items()]
+        lines += [title, *(rows or ["  none"]), ""]
     return "\n".join(lines)

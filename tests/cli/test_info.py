@@ -153,6 +153,7 @@ def test_tuning_table_that_no_start_can_read_is_a_problem(tmp_path: Path, monkey
 
 def test_text_is_aligned() -> None:
     assert as_text({"a": {"x": "1", "long": "2"}}) == "a\n  x     1\n  long  2\n"
+    assert as_text({"variables": {}, "a": {"x": "1"}}) == "variables\n  none\n\na\n  x  1\n"
 
 
 def test_missing_package_has_a_dash() -> None:
