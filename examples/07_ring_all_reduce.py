@@ -6,7 +6,7 @@ further steps the finished chunks travel round once more. Each rank sends
 2 (size - 1) / size of the array, however many ranks there are.
 
 $ mpirun -n 3 python examples/07_ring_all_reduce.py
-3 ranks, 1000 numbers: the ring's sum is all_reduce's
+a ring of 3, 1000 numbers: its sum is all_reduce's
 the average of the ranks' numbers is 1.0
 """
 
@@ -36,7 +36,7 @@ async def main(world: mpdist.Communicator) -> None:
     await ring_all_reduce(world, x)
     assert np.array_equal(x, expected)
     if world.rank == 0:
-        print(f"{world.size} ranks, {x.size} numbers: the ring's sum is all_reduce's")
+        print(f"a ring of {world.size}, {x.size} numbers: its sum is all_reduce's")
         print(f"the average of the ranks' numbers is {x[0] / world.size}")
 
 

@@ -5,7 +5,7 @@ A line is fitted to points by gradient descent; each rank has its own points. Wi
 takes arrays of any library.
 
 $ mpirun -n 2 python examples/08_average_gradients.py
-y = 3.00 x + 1.00 after 200 steps on 2 ranks
+y = 3.00 x + 1.00 after 200 steps, ranks: 2
 """
 
 import sys
@@ -62,7 +62,7 @@ async def with_torch(world: mpdist.Communicator) -> list[Any]:
 async def main(world: mpdist.Communicator) -> None:
     slope, offset = await (with_torch(world) if "--torch" in sys.argv else with_numpy(world))
     if world.rank == 0:
-        print(f"y = {float(slope):.2f} x + {float(offset):.2f} after {STEPS} steps on {world.size} ranks")
+        print(f"y = {float(slope):.2f} x + {float(offset):.2f} after {STEPS} steps, ranks: {world.size}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ send and recv: rank 1 has 1.0
 isend and irecv: rank 1 has 1.0
 a group: ranks 0 and 1 have 2.0
 all_reduce: 1.0
-SGD: loss 0.0..., parameters are equal on 2 ranks
-a ring: 2.0 on each of 2 ranks
+SGD: loss 0.0..., parameters are equal, ranks: 2
+a ring of 2: 2.0 on each
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ def sgd() -> None:
     everyone = [torch.zeros_like(model.weight) for _ in range(size)]
     dist.all_gather(everyone, model.weight.detach())
     assert all(torch.equal(each, everyone[0]) for each in everyone)
-    tell(f"SGD: loss {loss:.4f}, parameters are equal on {size} ranks")
+    tell(f"SGD: loss {loss:.4f}, parameters are equal, ranks: {size}")
 
 
 def ring_all_reduce(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def main() -> None:
         groups()
     reduction()
     sgd()
-    tell(f"a ring: {float(ring_all_reduce(torch.ones(1)))} on each of {dist.get_world_size()} ranks")
+    tell(f"a ring of {dist.get_world_size()}: {float(ring_all_reduce(torch.ones(1)))} on each")
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ it too. autocast computes in bfloat16; parameters and gradients stay float32.
 $ mpirun -n 2 python examples/train_accumulate.py
 step  20: loss 2...
 step  40: loss 1...
-40 steps of 4 micro-batches on 2 ranks: gradients were averaged 40 times
+40 steps of 4 micro-batches, ranks: 2, gradients were averaged 40 times
 """
 
 from contextlib import nullcontext
@@ -49,7 +49,7 @@ def main() -> None:
                 print(f"step {step:3}: loss {mean:.4f}", flush=True)
     if world.rank == 0:
         times = model.reducer.step
-        print(f"{STEPS} steps of {PARTS} micro-batches on {world.size} ranks: gradients were averaged {times} times")
+        print(f"{STEPS} steps of {PARTS} micro-batches, ranks: {world.size}, gradients were averaged {times} times")
 
 
 if __name__ == "__main__":
