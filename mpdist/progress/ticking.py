@@ -121,6 +121,11 @@ class Ticking:
         if self.loop is not None and self.loop.is_closed():
             self.detach()
 
+    def leave(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """This loop is about to end, or has ended; where another one drives, in another thread, that goes on."""
+        if loop is self.loop:
+            self.detach()
+
     def detach(self) -> None:
         """Forget the loop: it is about to end, or has ended."""
         if self._next is not None:

@@ -131,18 +131,20 @@ class Job:
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in a loop of its own, and complete what it has posted."""
+        loop: asyncio.AbstractEventLoop | None = None
         try:
             with contextlib.ExitStack() as limits, asyncio.Runner() as runner:
+                loop = runner.get_loop()
                 if self.is_guarded:
-                    self.hooks.watch(runner.get_loop())
+                    self.hooks.watch(loop)
                 try:
                     result = runner.run(main)
                 except BaseException as error:
                     self._limit_the_rest(error, limits)
                     raise
-                self.engine.ticking.detach()
+                self.engine.ticking.leave(loop)
         finally:
-            self.engine.ticking.detach()
+            self.engine.ticking.leave(loop)
         finish.drain(self.engine, None if self.is_guarded else finish.ALONE_SECONDS)
         return result
 

@@ -372,5 +372,28 @@ def exits():
     sys.exit(0)
 
 
+async def nothing(world):
+    """A short main."""
+
+
+def beside():
+    """A loop that waits for a message goes on when another thread has run one of its own."""
+
+    async def main(world):
+        await world.barrier()
+        if world.rank == 0:
+            receiving = asyncio.ensure_future(asyncio.wait([world.recv(src=1)], timeout=10))
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(mpdist.run, nothing)
+            start = time.monotonic()
+            await receiving
+            assert time.monotonic() < start + 5
+        if world.rank == 1:
+            await asyncio.sleep(1)
+            await world.send(np.ones(1), 0)
+
+    mpdist.run(main)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
