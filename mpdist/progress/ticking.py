@@ -144,7 +144,8 @@ class Ticking:
     def _tick(self) -> None:
         """One turn of the loop: drive, then come again soon or sleep."""
         loop, engine = self.loop, self._engine
-        assert loop is not None
+        if loop is None:  # another thread has ended everything
+            return
         self._next = None
         try:
             if self.is_asleep:

@@ -3,25 +3,50 @@
 A rank whose main program has ended first completes what it has posted, then goes
 on making progress until all the others have come to their end, too: they may still
 need it. If they wait for more than it can give, the control thread ends the job.
+
+Daemon threads of the program, and their loops, go on meanwhile, and when MPI has been stopped: a call of it would
+end the process badly. So they are refused first, and hold no request of MPI after it.
 """
 
 from __future__ import annotations
 
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from mpdist.errors import ClosedError
+from mpdist.progress.engine import Engine
 from mpdist.progress.receive import Receive
+from mpdist.progress.work import Requested
 from mpdist.runtime.last_words import write_error
+from mpdist.runtime.outside import has_threads
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.progress.engine import Engine
     from mpdist.progress.work import Work
 
 # In a world of one rank nobody can complete what its main program has left.
 ALONE_SECONDS = 0.2
 
+# A thread that has begun to post has done so by then.
+POSTING_SECONDS = 0.02
+
 SHOWN = 4
+
+_left: list[object] = []
+"""Requests that were not complete at the end, and their buffers; MPI may still read them."""
+
+
+class StoppedEngine(Engine):
+    """The Engine when MPI is to be called no more: a thread that comes late looks at nothing."""
+
+    def _look_at_all(self) -> bool:
+        return False
+
+    def _poll_quickly(self, work: Work[Any]) -> None:
+        """Nothing moves."""
+
+    def _poll_and_yield(self, work: Work[Any]) -> None:
+        """Nothing moves."""
 
 
 def drain(engine: Engine, timeout: float | None = None) -> bool:
@@ -61,6 +86,25 @@ def agree(engine: Engine) -> None:
     request = transport.ibarrier()
     engine.doorbell.ring_sleepers(range(transport.size))
     engine.drive_while(lambda: not request.Test())
+
+
+def refuse_all(engine: Engine, why: str) -> None:
+    """Refuse what other threads of the program want to post from now on."""
+    for channel in list(engine.channels):
+        if not channel.is_closed:
+            channel.give_up(why)
+    if has_threads():
+        sleep(POSTING_SECONDS)
+
+
+def drop_all(engine: Engine, why: str) -> None:
+    """End what is still pending; it is not looked at any more. Under the Engine's lock."""
+    for work in unfinished(engine):
+        _left.append((work, getattr(work, "_request", None)))
+        work._desert(ClosedError(f"{work.describe()} ended: {why}"))
+        if isinstance(work, Requested):
+            work._request = None
+    engine.__class__ = StoppedEngine
 
 
 def close_all(engine: Engine, why: str) -> None:

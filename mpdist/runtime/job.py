@@ -52,6 +52,8 @@ Main = Callable[..., Coroutine[Any, Any, T]]
 # How often to look whether other threads have ended.
 LOOK_SECONDS = 0.01
 
+FINALIZED = "mpdist was finalized"
+
 _job: Job | None = None
 _starting = threading.Lock()
 
@@ -182,8 +184,15 @@ class Job:
         self.disarm()
         self.control.stop()
         self.engine.stop_thread()
+        finish.refuse_all(self.engine, FINALIZED)
+        with self.engine.lock:  # no thread is to drive meanwhile
+            self._stop()
+        self.engine.flush()
+
+    def _stop(self) -> None:
         self.engine.ticking.detach()
-        finish.close_all(self.engine, "mpdist was finalized")
+        finish.close_all(self.engine, FINALIZED)
+        finish.drop_all(self.engine, FINALIZED)
         current.set_engine(None)
         self.is_closed = True
         from mpdist.transport import mpi

@@ -63,6 +63,12 @@ def test_daemon_thread_does_not_count_and_is_named() -> None:
     assert "which has finished; the daemon threads of rank 1 do not count: join 'server'; the job" in report(ended)
 
 
+def test_daemon_threads_that_communicate_at_the_end_do_no_harm() -> None:
+    ended = run("mpdist", 2, ENDING, "servants")
+    assert ended.status == 0, ended.err
+    assert "AssertionError" not in ended.err
+
+
 def test_message_that_a_thread_waits_for_in_vain_ends_the_job() -> None:
     ended = run("bare", 2, ENDING, "lost_receive")
     assert ended.status == 1
@@ -137,6 +143,7 @@ def test_wrong_variable_is_refused_on_all_ranks() -> None:
 def test_child_processes_do_no_harm(how: str) -> None:
     ended = run("bare", 2, CHILDREN, how)
     assert ended.status == 0, ended.err
+    assert "AssertionError" not in ended.err
     assert ended.out.count("added") == 2
     assert "mpdist: " not in ended.err
 

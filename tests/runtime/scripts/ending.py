@@ -395,5 +395,30 @@ def beside():
     mpdist.run(main)
 
 
+def servants():
+    """Daemon threads send and receive, in a loop and without one, when the program ends."""
+    threading.excepthook = lambda args: None  # they are refused in the midst of it
+    world = mpdist.init()
+
+    def exchange(comm):
+        x = np.ones(100)
+        return [comm.send(x, (comm.rank + 1) % comm.size), comm.recv(src=(comm.rank - 1) % comm.size)]
+
+    async def serve(comm):
+        while True:
+            await asyncio.gather(*exchange(comm))
+
+    def serve_without_a_loop(comm):
+        while True:
+            for work in exchange(comm):
+                work.wait()
+
+    comms = [world.dup().wait() for _ in range(4)]
+    for comm in comms[1:]:
+        threading.Thread(target=serve_without_a_loop, args=(comm,), daemon=True).start()
+    threading.Thread(target=lambda: asyncio.run(serve(comms[0])), daemon=True).start()
+    time.sleep(0.5)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
