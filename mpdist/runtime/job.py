@@ -9,11 +9,12 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mpdist.algorithms.choose import Thresholds, read_thresholds
 from mpdist.comm import Communicator
@@ -300,6 +301,26 @@ def _launch() -> Job:
 
     record_start()
     transport = mpi.start()
+    try:
+        return _put_together(transport)
+    except UsageError:  # on all ranks
+        raise
+    except Exception as error:
+        if transport.size > 1:
+            _end_start(transport, error)
+        raise
+
+
+def _end_start(transport: Transport, error: Exception) -> NoReturn:
+    """The start has failed on this rank, perhaps on it alone: the others wait for it within MPI."""
+    board = Board(bytearray(board_bytes(transport.size)), transport.rank, [transport.rank])
+    ender = Ender(transport.rank, transport.size, board, describe_pending)
+    ender.end(f"mpdist could not start: {describe_error(error)}", 1, traceback.print_exc)
+
+
+def _put_together(transport: Transport) -> Job:
+    from mpdist.transport import mpi
+
     mismatch = launch_mismatch(os.environ, transport.size, mpi.family())
     if mismatch is not None:
         raise UsageError(mismatch)

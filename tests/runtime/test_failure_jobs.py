@@ -144,6 +144,13 @@ def test_rank_that_has_closed_all_files_ends_the_job() -> None:
     assert ended.err.index("Traceback") < ended.err.index("ValueError: boom; the job is stopped")
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_rank_on_which_mpdist_cannot_start_ends_the_job(launcher: str) -> None:
+    ended = run(launcher, 3, FAILING, "start", "nowhere", "plain")
+    assert ended.status == 1
+    assert "mpdist could not start: OSError: [Errno 24] Too many open files; the job is stopped" in ended.err
+
+
 @pytest.mark.parametrize("how", ["sigsegv", "_exit0"])
 def test_lost_rank_is_named_under_mpdist_run(how: str) -> None:
     ended = fail("mpdist", how, "recv", "run")

@@ -10,11 +10,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import errno
 import hashlib
 import io
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -225,6 +227,18 @@ def start(how, where, style):
         plain_main(mpdist.init(), how, where)
 
 
+def start_without_files():
+    """Rank 1 has no files left for mpdist's sockets; MPI is there already, and mpi4py would finalize it."""
+    from mpi4py import MPI
+
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    if MPI.COMM_WORLD.rank == FAILING:
+        socket.socket = refuse
+    mpdist.init()
+
+
 def main():
     """What many scripts do: the status is returned, and raised."""
     world = mpdist.init()
@@ -236,6 +250,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        start_without_files()
     if sys.argv[3] == "main":
         caught = SystemExit(9)  # an older one, that is no matter
         raise SystemExit(main())
