@@ -14,6 +14,7 @@ import mpdist
 from mpdist.errors import MpdistError
 
 USAGE_STATUS = 2
+INTERRUPT_STATUS = 130  # as a shell has it for SIGINT
 PIPE_STATUS = 141  # as a shell has it for SIGPIPE
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, when there is no place for more
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error)
         print(text if text.startswith("mpdist ") else f"mpdist: {text}", file=sys.stderr)
         return USAGE_STATUS
+    except KeyboardInterrupt:  # before a job is started that hears of it, or after its end
+        return INTERRUPT_STATUS
     except BrokenPipeError:  # whoever reads has had enough, as `head` does
         _drop_output()
         return PIPE_STATUS

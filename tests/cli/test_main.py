@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli.jobs import heed, job_environ
 
 from mpdist.cli import PIPE_STATUS, build_parser, main
 from mpdist.cli.launcher import Kind
@@ -86,6 +87,17 @@ def test_launcher_starts_a_warden_that_starts_the_program(kind: Kind, variables:
     assert program[:3] == [sys.executable, "-I", "-S"]
     assert program[3].endswith("warden.py")
     assert program[4:] == [variables, "tag", sys.executable, str(script), "a"]
+
+
+def test_ctrl_c_before_a_job_is_started_shows_no_traceback(tmp_path: Path) -> None:
+    slow = tmp_path / "mpiexec"
+    slow.write_text("#!/bin/sh\nkill -INT $PPID; exec sleep 30\n")
+    slow.chmod(0o755)
+    command = [sys.executable, "-m", "mpdist", "run", "-n", "1", "--mpiexec", str(slow), "-m", "platform"]
+    done = subprocess.run(
+        command, env=job_environ(), capture_output=True, text=True, timeout=60, check=False, preexec_fn=heed
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_missing_script_is_refused_before_anything_starts() -> None:
