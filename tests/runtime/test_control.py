@@ -61,7 +61,7 @@ async def start(comm: mpdist.Communicator, world: mpdist.Communicator, stuck: St
     for control in controls:
         control.stop()
     await world.barrier()
-    transport.free()
+    # Not freed: MPICH gives its number to the next communicator, which would get letters that came to an ended thread.
     engine.on_limit = before
     world.timeout = None
 
@@ -201,12 +201,12 @@ async def test_a_receive_past_its_limit_is_withdrawn_and_all_stays_usable(
     start()
     peer = (comm.rank + 1) % comm.size
     begin = time.monotonic()
-    work = comm.recv(src=peer, tag=5).within(0.2)
+    work = comm.recv(src=peer, tag=5).within(0.5)  # others have as long to answer
     waiting = work if how == "await" else asyncio.to_thread(work.wait)
     words = rf"recv from {peer}, tag 5.*\n.*rank {peer}: (no|last) collective .*, now at"
     with pytest.raises(mpdist.WorkTimeout, match=words):
         await waiting
-    assert 0.2 <= time.monotonic() - begin < 0.4
+    assert 0.5 <= time.monotonic() - begin < 0.9
     await comm.barrier()
     message = await comm.sendrecv(np.full(3, comm.rank), peer, src=(comm.rank - 1) % comm.size, tag=5)
     assert message.data.tolist() == [(comm.rank - 1) % comm.size] * 3
