@@ -45,7 +45,7 @@ def test_slowest_rank_is_named(comm: Communicator) -> None:
         optimizer.zero_grad()
         loss = model(x).square().mean()
         if comm.rank == late:
-            time.sleep(0.1)
+            time.sleep(0.4)  # longer than what holds another rank up
         loss.backward()
         optimizer.step()
 

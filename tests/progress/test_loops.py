@@ -228,7 +228,7 @@ def test_a_later_loop_drives_though_an_earlier_one_left_something_pending(comm: 
     async def post() -> None:
         work = comm.recv(x, peer(comm), 2)
         comm.send(np.ones(1), peer(comm), 2)
-        for _ in range(2000):
+        for _ in range(20_000):
             if x[0] if is_closed else work.done():
                 return
             await asyncio.sleep(0.001)
