@@ -156,7 +156,9 @@ class Ticking:
                 self._last_move = now
             if engine.is_idle():
                 self.is_on = False
-                return
+                if engine.is_idle():
+                    return
+                self.is_on = True  # another thread has posted between the look and the end, and found it on
             delay = engine.backoff.delay(now - self._last_move, bool(engine.active))
             if delay == 0.0:
                 if not self.has_yielded:

@@ -502,6 +502,38 @@ def test_an_op_that_waits_for_another_operation_is_told_that_it_may_not(comm: Co
     other.close().wait(20)
 
 
+def test_what_a_thread_posts_as_the_loop_finds_nothing_to_do_goes_on(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread sees that the loop drives, and the loop that nothing is pending."""
+    engine = comm._channel.engine
+    is_idle = engine.is_idle
+    works: list[mpdist.Work[mpdist.Message]] = []
+
+    async def main() -> None:
+        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+
+        def post() -> None:
+            works.append(comm.recv(src=peer(comm), tag=1))
+            works[0].add_done_callback(lambda _: loop.call_soon_threadsafe(has_come.set))
+
+        def look() -> bool:
+            found = is_idle()
+            if found and not works:
+                in_threads(post)
+            return found
+
+        monkeypatch.setattr(engine, "is_idle", look)
+        comm.recv(src=comm.rank, tag=2)  # from now on the loop drives
+        await comm.send(np.ones(1), comm.rank, 2)
+        while not works:  # noqa: ASYNC110  # no event of this loop tells it
+            await asyncio.sleep(0)
+        await comm.send(np.ones(1), peer(comm), 1)
+        await asyncio.wait_for(has_come.wait(), 10)
+
+    asyncio.run(main())
+
+
 async def test_a_thread_may_post_for_the_loop_to_await(comm: Communicator) -> None:
     """The loop may be asleep meanwhile."""
     for _ in range(3):
