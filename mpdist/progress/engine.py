@@ -28,7 +28,7 @@ from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
-from mpdist.progress.ticking import AT_ONCE, Ticking
+from mpdist.progress.ticking import AT_ONCE, Ticking, call_in
 from mpdist.transport.cuda_aware import Awareness
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Engine:
                     elif loop is ticking.loop and thread == ticking.thread:
                         loop.call_soon(fn, work, context=context)
                     else:
-                        loop.call_soon_threadsafe(fn, work, context=None if context is AT_ONCE else context)
+                        call_in(loop, fn, work, context=None if context is AT_ONCE else context)
             except BaseException:  # sys.exit() in a callback, or a signal's handler: the others are called later
                 with self.lock:
                     work._callbacks = [*callbacks, *(work._callbacks or ())]

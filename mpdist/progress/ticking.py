@@ -30,6 +30,20 @@ RUNG_LOOKS = 4
 AT_ONCE = contextvars.Context()
 
 
+def call_in(
+    loop: asyncio.AbstractEventLoop,
+    fn: Callable[..., object],
+    *arguments: object,
+    context: contextvars.Context | None = None,
+) -> None:
+    """Have a loop call it that may be another thread's, which may close it meanwhile: then nobody does."""
+    try:
+        loop.call_soon_threadsafe(fn, *arguments, context=context)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
 class Ticking:
     """The loop in which operations are awaited, and when it looks at them next.
 
@@ -90,7 +104,7 @@ class Ticking:
         """Posted outside the loop's thread: whoever may be asleep is to look."""
         loop = self.loop
         if loop is not None and loop.is_running() and threading.get_ident() != self.thread:
-            loop.call_soon_threadsafe(self.ensure)
+            call_in(loop, self.ensure)
         self._engine.nudge_thread()
 
     # ------------------------------------------------------------------ which loop

@@ -325,6 +325,27 @@ def test_a_callback_that_exits_does_not_end_the_progress_thread(
     assert "SystemExit: on purpose" in capsys.readouterr().err
 
 
+def test_a_loop_that_is_closed_as_it_is_told_of_an_end_disturbs_nobody(comm: Communicator) -> None:
+    """By its own thread, while another one has found the end: that would be a progress thread's end, too."""
+
+    class Closing(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
+            self.close()
+            return super().call_soon_threadsafe(*arguments, **options)
+
+    loop = Closing()
+    work = comm.recv(src=peer(comm))
+
+    async def ask_for_a_call() -> None:
+        work.add_done_callback(print)
+
+    loop.run_until_complete(ask_for_a_call())
+    comm.send(np.ones(1), peer(comm)).wait()
+    in_threads(lambda: work.wait(20) and None)
+    assert loop.is_closed()
+    assert work.result().count == 1
+
+
 @pytest.mark.limit(120)
 def test_threads_send_and_wait_at_once(comm: Communicator) -> None:
     """Each thread has a tag: order holds within it, and every message arrives once."""
