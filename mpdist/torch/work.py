@@ -199,10 +199,12 @@ class Work(TorchWork):
     @leave_alone
     def get_future(self) -> torch.futures.Future[Any]:
         """A Future of the result; its callbacks run on the thread that finds the operation done, see `backward`."""
+        # Made before the lock is taken: garbage may be collected meanwhile, and a backward in it completes its Futures.
+        future = self._future or Future(self)
         with _making:
             if self._future is not None:
                 return self._future
-            self._future = Future(self)
+            self._future = future
         # Who has waited for it comes here in the same order on all ranks.
         backward = None if self._was_waited_for else running_backward(self._waiter)
         if backward is None:
@@ -212,7 +214,7 @@ class Work(TorchWork):
             backward.hold(self)
         if not self._posted._done:
             self._waiter.progress.posted(is_urgent=backward is None)  # else its end waits
-        return self._future
+        return future
 
     @property
     def is_held(self) -> bool:

@@ -19,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch_support.older import has_events_of_two_threads
 
 import mpdist.torch.backward as backwards
+import mpdist.torch.work as work_module
+from mpdist.torch.futures import Future
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
 
@@ -295,6 +297,22 @@ def test_futures_of_a_backward_that_fails_complete_and_are_not_kept(group: dist.
     while kept() and time.monotonic() < deadline:  # the last callback's frame goes
         time.sleep(0.001)
     assert not kept()
+
+
+def test_garbage_may_be_collected_while_a_future_is_made(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward that has failed may be in it, and completes its Futures, on whatever thread that is."""
+    failed: Any = dist.all_reduce(numbers(group, 0, 0), async_op=True)
+    failed.wait()
+
+    def make(work: Any) -> Future:
+        failed.complete()
+        return Future(work)
+
+    monkeypatch.setattr(work_module, "Future", make)
+    future = dist.all_reduce(numbers(group, 1, 0), async_op=True).get_future()
+    assert future.wait()[0].unique().tolist() == [total(group, 1)]
 
 
 def net(group: dist.ProcessGroup) -> torch.nn.parallel.DistributedDataParallel:
