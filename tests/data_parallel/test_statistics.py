@@ -38,6 +38,20 @@ def test_steps_add_up(comm: Communicator) -> None:
         assert "5 steps" in str(told)
 
 
+def test_an_end_that_is_told_in_the_next_step_does_not_count_there(comm: Communicator) -> None:
+    """Another thread may have found it, and be held up."""
+    with wrapped(mlp(6, 5, 3), comm) as model:
+        train(comm, model, steps=2)
+        (bucket,) = model.reducer.buckets
+        before = bucket.work
+        train(comm, model, steps=1)
+        done_at = bucket.done_at
+        bucket.note_end(before)
+        assert bucket.done_at == done_at
+        bucket.note_end(bucket.work)
+        assert bucket.done_at > done_at
+
+
 def test_slowest_rank_is_named(comm: Communicator) -> None:
     late = comm.size - 1
 

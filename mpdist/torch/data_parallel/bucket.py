@@ -182,9 +182,10 @@ class Bucket:
         self.started_at = perf_counter()
         self.future = hook(state, self)
 
-    def note_end(self, _: object = None) -> None:
-        """Its message is over."""
-        self.done_at = perf_counter()
+    def note_end(self, work: Work[Any] | None = None) -> None:
+        """Its message is over; whoever found that may come to tell only in a later step, where it does not count."""
+        if work is None or work is self.work:
+            self.done_at = perf_counter()
 
     def take(self, result: Any) -> None:
         """Copy the result of a hook into its place, if it is elsewhere."""
