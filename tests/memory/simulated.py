@@ -79,6 +79,7 @@ class Stream:
         while True:
             piece = self._queue.get()
             piece()
+            del piece  # before it is done for others: its arrays, which it holds, may be asked after
             self._queue.task_done()
 
     def is_idle(self) -> bool:
