@@ -247,7 +247,7 @@ def test_one_rank_is_late_in_a_backward_of_300_hooks(comm: Communicator) -> None
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             if comm.rank == comm.size - 1:
-                time.sleep(0.2)
+                time.sleep(0.5)  # longer than what holds another rank up
             return gradient
 
     class Deep(nn.Module):
