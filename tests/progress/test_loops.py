@@ -540,7 +540,7 @@ def test_what_a_thread_posts_as_the_loop_finds_nothing_to_do_goes_on(
 
         def look() -> bool:
             found = is_idle()
-            if found and not works:
+            if found and not works and threading.get_ident() == engine.ticking.thread:  # the control thread looks, too
                 in_threads(post)
             return found
 
