@@ -90,9 +90,11 @@ class Objects(PointToPoint):
             return self._refused(op, error)
 
     def _refused(self, op: str, error: Exception) -> tuple[Header, Exception]:
+        if isinstance(error, UsageError):
+            explained = self._explained(op, error)
+            return Header(refusal=str(explained)), explained
         told = self._explained(op, UsageError(f"{type(error).__name__}: {error}"))
-        refusal = self._explained(op, error) if isinstance(error, UsageError) else error
-        return Header(refusal=str(told)), refusal
+        return Header(refusal=str(told)), error
 
     @staticmethod
     def _unless(refusal: Exception | None, work: Work[Any]) -> Work[Any]:
