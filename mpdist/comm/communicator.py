@@ -20,8 +20,9 @@ from mpdist.comm.collectives import Collectives
 from mpdist.comm.groups import Groups, Joined
 from mpdist.comm.objects import Objects
 from mpdist.comm.straight import IPC_FROM
-from mpdist.errors import DeviceFailed
+from mpdist.errors import DeviceFailed, UsageError
 from mpdist.memory.accelerator import accelerator_of
+from mpdist.memory.allocate import shape_and_type
 from mpdist.memory.buffer import device_of
 from mpdist.progress import current
 from mpdist.progress.callback import when_done
@@ -191,13 +192,16 @@ class Communicator(Objects, Collectives, Groups):
                 if their GPUs can; its memory serves later arrays of about its size, and goes back at the end.
 
         Raises:
-            UsageError: `device` is no name of one.
+            UsageError: `shape` is no shape, `dtype` no type that can be shared, or `device` no name of one.
             Unavailable: CuPy is not installed, or there is no such GPU.
         """
-        if device != "cpu":
-            return self._empty_there(device_of(device), np.atleast_1d(shape).tolist(), np.dtype(dtype))
-        shared = self._channel.engine.shared
-        return np.empty(shape, dtype) if shared is None else shared.empty(shape, dtype)
+        try:
+            if device != "cpu":
+                return self._empty_there(device_of(device), *shape_and_type(shape, dtype))
+            shared = self._channel.engine.shared
+            return np.empty(*shape_and_type(shape, dtype)) if shared is None else shared.empty(shape, dtype)
+        except UsageError as error:
+            raise self._explained("empty", error) from error.__cause__
 
     def _empty_there(self, device: Device, shape: Sequence[int], dtype: np.dtype[np.generic]) -> object:
         exported = self._exported(device, shape, dtype)

@@ -22,12 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import prod
-from operator import index
 
 import numpy as np
 import numpy.typing as npt
 
-from mpdist.errors import UsageError
+from mpdist.memory.allocate import shape_and_type
 from mpdist.memory.available import has_room
 from mpdist.memory.buffer import address_of
 from mpdist.memory.elements import Array
@@ -48,13 +47,6 @@ STEP_BYTES = 256 * 1024
 _POPULATE_WRITE = 23
 # Not taken, so that the next small thing that somebody needs is still there.
 SPARE_BYTES = 64 * 1024**2
-
-
-def _dims(shape: int | Sequence[int]) -> tuple[int, ...]:
-    try:
-        return (index(shape),)  # type: ignore[arg-type]  # most are no integers
-    except TypeError:  # also from an array of lengths, which has __index__ all the same
-        return tuple(index(length) for length in shape)  # type: ignore[union-attr]  # nor is it one here
 
 
 def _rounded(nbytes: int, unit: int) -> int:
@@ -142,21 +134,15 @@ class Arena:
         """A new array, not initialised; None where there is no memory for it.
 
         Raises:
-            UsageError: the elements are Python objects, or the shape is no shape.
+            UsageError: as of shape_and_type.
         """
-        dtype = np.dtype(dtype)
-        dims = _dims(shape)
-        if dtype.hasobject or min(dims, default=0) < 0:
-            raise UsageError(
-                f"shared memory for an array of shape {dims} and type {dtype} was asked for; lengths are >= 0, and "
-                "elements cannot be Python objects, which mean nothing to another process"
-            )
-        if not dtype.itemsize:
-            dtype = np.empty(0, dtype).dtype  # texts of no length have one character
-        block = self.allocate(prod(dims) * dtype.itemsize, is_array=True)
+        dims, element_type = shape_and_type(shape, dtype)
+        if not element_type.itemsize:
+            element_type = np.empty(0, element_type).dtype  # texts of no length have one character
+        block = self.allocate(prod(dims) * element_type.itemsize, is_array=True)
         if block is None:
             return None
-        array: Array = np.ndarray(dims, dtype, block.bytes())
+        array: Array = np.ndarray(dims, element_type, block.bytes())
         return array
 
     def map_now(self, offset: int, nbytes: int) -> None:

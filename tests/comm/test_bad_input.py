@@ -365,9 +365,24 @@ def group_cases() -> Iterator[Case]:
     yield "within: negative", lambda comm: comm.recv(tag=77).within(-1), UsageError, ("within", "-1")
 
 
+def memory_cases() -> Iterator[Case]:
+    for shape in (None, "ab", 2.5, (2, 0.5), [None]):
+        for device in ("cpu", "cuda"):
+            yield (
+                f"empty: shape {shape!r} on {device}",
+                lambda comm, shape=shape, device=device: comm.empty(shape, device=device),
+                UsageError,
+                ("empty", f"shape is {shape!r}; it must be an integer or a sequence of integers"),
+            )
+    yield "empty: a negative length", lambda comm: comm.empty((2, -1)), UsageError, ("empty", "(2, -1)", ">= 0")
+    yield "empty: objects", lambda comm: comm.empty(2, object), UsageError, ("empty", "type object")
+    yield "empty: no type", lambda comm: comm.empty(2, "float31"), UsageError, ("empty", "dtype is 'float31'")
+    yield "empty: no device", lambda comm: comm.empty(2, device="gpu"), UsageError, ("empty", "device is 'gpu'")
+
+
 def all_cases() -> Iterator[Case]:
     for source in (
-        array_cases, read_only_cases, rank_and_tag_cases, op_cases, size_cases, pair_cases, group_cases,
+        array_cases, read_only_cases, rank_and_tag_cases, op_cases, size_cases, pair_cases, group_cases, memory_cases,
     ):  # fmt: skip
         yield from source()
 
