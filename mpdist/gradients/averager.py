@@ -60,7 +60,8 @@ class GradientAverager:
         await averager
     ```
 
-    Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does. While a step is under way
+    Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does, and several tasks or threads
+    may wait for one end. While a step is under way
     nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does. Has a reduction
     failed, the end of the step raises its error, arrays may or may not hold their average, and the next step begins.
 
@@ -214,9 +215,10 @@ class GradientAverager:
         return self._end().wait(timeout)
 
     def _end(self) -> Conversation[list[Any]]:
-        if self._ending is None or self._ending.is_broken_off:
-            self._ending = Conversation(self.step_end())
-        return self._ending
+        with self._lock:
+            if self._ending is None or self._ending.is_broken_off:
+                self._ending = Conversation(self.step_end())
+            return self._ending
 
     def step_end(self) -> Talk[list[Any]]:
         """What an await does, as a talk."""

@@ -2,11 +2,13 @@
 
 It is a generator that yields Works and gets their results back, or their errors
 raised. Its Works are posted in order whoever waits, and an await that was
-cancelled goes on where it stopped when somebody awaits again.
+cancelled goes on where it stopped when somebody awaits again. Several may wait, also
+in several threads: one of them takes each step.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -27,6 +29,7 @@ class Conversation(Generic[T]):
 
     def __init__(self, talk: Talk[T]) -> None:
         self._talk = talk
+        self._lock = threading.RLock()  # held while a step is taken
         self._work: Work[Any] | None = None
         self._is_over = False
         self._failures: list[BaseException] = []
@@ -40,7 +43,7 @@ class Conversation(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         self._begin()
-        while (work := self._work) is not None:
+        while (work := self._current()) is not None:
             try:
                 answer = yield from work.__await__()
             except MpdistError as error:
@@ -53,7 +56,7 @@ class Conversation(Generic[T]):
         """The same where no event loop runs; `timeout` in seconds is for each message."""
         check_timeout(timeout)
         self._begin()
-        while (work := self._work) is not None:
+        while (work := self._current()) is not None:
             try:
                 answer = work.wait(timeout)
             except MpdistError as error:
@@ -63,8 +66,14 @@ class Conversation(Generic[T]):
         return self._end()
 
     def _begin(self) -> None:
-        if self._error is None and self._work is None and not self._is_over:
-            self._go_on(None, partial(next, self._talk))
+        with self._lock:
+            if self._error is None and self._work is None and not self._is_over:
+                self._go_on(None, partial(next, self._talk))
+
+    def _current(self) -> Work[Any] | None:
+        """What is waited for; None when it is over."""
+        with self._lock:
+            return self._work
 
     def _end(self) -> T:
         if self._error is not None:
@@ -80,13 +89,14 @@ class Conversation(Generic[T]):
 
     def _go_on(self, work: Work[Any] | None, step: Callable[[], Work[Any]]) -> None:
         """Go on to the next Work, unless somebody else who awaits this one has."""
-        if self._work is not work:
-            return
-        self._work = None
-        try:
-            self._work = step()
-        except StopIteration as stop:
-            self._result = stop.value
-            self._is_over = True
-        except BaseException as error:
-            self._error = error  # a generator ends with it: whoever asks is told, and whoever asks again
+        with self._lock:
+            if self._work is not work:
+                return
+            self._work = None
+            try:
+                self._work = step()
+            except StopIteration as stop:
+                self._result = stop.value
+                self._is_over = True
+            except BaseException as error:
+                self._error = error  # a generator ends with it: whoever asks is told, and whoever asks again

@@ -7,8 +7,11 @@ import mmap
 import random
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -589,6 +592,33 @@ async def test_two_who_await_one_step_get_its_result(comm: Communicator) -> None
         return await conversation
 
     assert await asyncio.gather(hold(), hold()) == ["all", "all"]
+
+
+def test_two_threads_that_wait_for_one_step_get_its_result(comm: Communicator) -> None:
+    """Each step is taken by one of them: a generator runs once at a time, and the ranks post the same."""
+
+    class Slow(np.ndarray):
+        """Lets other threads run in the midst of a step."""
+
+        @property
+        def flags(self) -> Any:
+            time.sleep(0)
+            return super().flags
+
+    def sums() -> Talk[int]:
+        total = 0
+        for number in range(30):
+            x = np.full(3, comm.rank + number).view(Slow)
+            yield comm.all_reduce(x)
+            total += int(x[-1])
+        return total
+
+    for _ in range(10):
+        conversation = Conversation(sums())
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(conversation.wait) for _ in range(2)]
+        total = 30 * comm.size * (comm.size - 1) // 2 + comm.size * sum(range(30))
+        assert [wait.result() for wait in waits] == [total, total]
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
