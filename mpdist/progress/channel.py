@@ -292,9 +292,9 @@ class Channel:
     def ended(self, work: Collective[Any]) -> None:
         """A collective has posted its last step: the next may start."""
         if self._running is work:
-            self._running = None
             if self._queue:
                 self.engine.later.append(self._queue[0])
+            self._running = None  # last: a signal's handler may raise before it, and this is called again
 
     def queued(self) -> list[Collective[Any]]:
         """Collectives that wait for their turn."""

@@ -71,13 +71,18 @@ class Collective(Work[T]):
     task: asyncio.Task[Any] | None = None
     _request: Request | None = None
     _left: object = None  # what MPI may still use
+    _returned: tuple[T] | None = None  # by its program, when that is over
     _place: Place | None = None
 
     def __init__(self, channel: Channel, op: str, steps: Steps[T], details: Callable[[], str]) -> None:
         self._channel = channel
         self.op = op
-        self._steps: Steps[T] | None = steps
+        self._steps: Steps[None] | None = self._run(steps)
         self._details = details
+
+    def _run(self, steps: Steps[T]) -> Steps[None]:
+        """The program. What it returns is put down with no call in between, after which a handler could raise."""
+        self._returned = ((yield from steps),)
 
     def details(self) -> str:
         return self._details()
@@ -118,24 +123,31 @@ class Collective(Work[T]):
         steps = self._steps
         assert steps is not None
         try:
-            self._request = request = next(steps)
-            while request.Test():
-                self._request = request = next(steps)
-            self._channel.engine.has_advanced = True
-        except StopIteration as stop:
-            if not self._done:
-                self._finish(stop.value)
-            else:
-                self._came_late(stop.value)
-            self._end()
-            return True
+            for request in steps:  # which has a name at once: after a call of next() a handler could raise
+                self._request = request
+                if not request.Test():
+                    self._channel.engine.has_advanced = True
+                    return False
         except BaseException as error:
             if is_over(steps):
                 return self._stopped(error)
             if is_interruption(error):
                 raise
             return self._broke(error)
-        return False
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        """Its program has ended; called again where a signal's handler has raised in here."""
+        if self._returned is None:  # it was interrupted, and once more before that was told
+            self._channel.engine.wrecks.append(self)
+            self._give_channel_up("was interrupted")
+            return self._broke(InterruptedError("by the handler of a signal"))
+        if not self._done:
+            self._finish(self._returned[0])
+        elif self._error is not None:
+            self._came_late(self._returned[0])
+        self._end()
+        return True
 
     def _came_late(self, result: T) -> None:
         """It has expired meanwhile: nobody gets the result."""
@@ -152,16 +164,16 @@ class Collective(Work[T]):
 
     def _broke(self, error: BaseException) -> bool:
         self._give_up_after(error)
+        if not self._done:
+            self._fail(self._as_told(error))
         self._end()
-        if self._done:
-            return True
-        if isinstance(error, UsageError) and " on '" not in str(error):  # found on the way, so it names no place yet
-            error = type(error)(f"{self.describe()}: {error}")
-        if isinstance(error, MpdistError):
-            self._fail(error)
-            return True
-        self._fail(self._failure(error))
         return True
+
+    def _as_told(self, error: BaseException) -> BaseException:
+        """What whoever waits gets of it."""
+        if isinstance(error, UsageError) and " on '" not in str(error):  # found on the way, so it names no place yet
+            return type(error)(f"{self.describe()}: {error}")
+        return error if isinstance(error, MpdistError) else self._failure(error)
 
     def _give_up_after(self, error: BaseException) -> None:
         """Give the channel up where the ranks are out of step.
@@ -186,9 +198,10 @@ class Collective(Work[T]):
         return _TOO_MANY if self.op in _MAKING else _COMPARE
 
     def _end(self) -> None:
-        self._steps = self._request = None
-        self._release()
+        """May be repeated, until it has forgotten its steps."""
         self._channel.ended(self)
+        self._steps = self._request = self._returned = None
+        self._release()
 
     def _release(self) -> None:
         """Leave the channel's list with the others that have ended: it would keep their arrays alive."""
