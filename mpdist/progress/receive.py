@@ -240,6 +240,8 @@ class Receive(Wrapped[Message]):
                 while self._request is None or self._request.Test():
                     self._request = next(steps)
             except StopIteration as stop:
+                if stop.value is None:  # it was over before
+                    return self._interrupted_twice(steps)
                 self._arrived(stop.value)
                 return True
         except NoRoom:
@@ -256,6 +258,13 @@ class Receive(Wrapped[Message]):
             self._broke(error)
             raise
         return False
+
+    def _interrupted_twice(self, steps: Transfer) -> bool:
+        """Its transfer was interrupted, and once more before it was begun again."""
+        if self._begin_again(steps):
+            return False
+        self._broke(InterruptedError("by the handler of a signal"))
+        return True
 
     def _begin_again(self, steps: Transfer) -> bool:
         """Let a transfer that was interrupted go on; False if it can't."""
@@ -351,7 +360,15 @@ class Receive(Wrapped[Message]):
     def _give_back(self, message: Message) -> None:
         """Let the next receive have the message, from a copy: whoever was cancelled may use their array again."""
         incoming = self._incoming
-        if incoming is not None and self._keep(incoming, message):
+        if incoming is None:
+            return
+        try:
+            is_kept = self._keep(incoming, message)
+        except BaseException:  # of a signal's handler, perhaps after another: a copy of much takes long
+            if self._keep(incoming, message):
+                self._restore(incoming)
+            raise
+        if is_kept:
             self._restore(incoming)
 
     def _keep(self, incoming: Incoming, message: Message) -> bool:

@@ -54,6 +54,23 @@ def first(message: mpdist.Message) -> int:
     return int(np.concatenate([np.ravel(each) for each in data] if isinstance(data, list) else [data])[0])
 
 
+def test_a_transfer_that_was_interrupted_twice_goes_on(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time before it was begun again: where it had been given up, the next receive was told of a loss."""
+    monkeypatch.setattr(wire, "PIECE_BYTES", 8 * 1024)  # more pieces than one look takes
+    count = 100_000
+    if comm.rank == 0:
+        comm.send(np.arange(count), 1).wait()
+        return
+    work = comm.recv(np.zeros(count, int), 0)
+    while work._steps is None:  # type: ignore[attr-defined]  # a Receive
+        assert not work._done
+        comm._channel.engine.drive()
+    with pytest.raises(KeyboardInterrupt):
+        work._steps.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    message = work.wait(20)
+    assert (message.data == np.arange(count)).all()
+
+
 @pytest.mark.parametrize("how", ["comes", "is kept", "came back"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_message_is_lost_wherever_a_wait_is_interrupted(
@@ -173,3 +190,24 @@ async def test_no_message_is_lost_wherever_an_await_is_interrupted(
         if interruptions.left >= 0:
             assert number > 5
             return
+
+
+@pytest.mark.ranks(1)
+def test_a_message_is_given_back_wherever_its_copying_is_interrupted(comm: Communicator) -> None:
+    """As by a second signal, while the receive is given up for the first: the message was lost."""
+    for number in itertools.count():
+        comm.send(np.full(3, number), comm.rank).wait()
+        work = comm.recv()
+        while not work._done:
+            comm._channel.engine.drive()
+        place = Interruptions(number, "progress", ("message", "transfer"))
+        try:
+            with place:
+                work._abandon()
+        except Interrupted:
+            pass
+        assert work.cancelled()
+        assert comm.recv().wait(5).data.tolist() == [number] * 3, f"interrupted at place {number}"
+        if place.left >= 0:
+            break
+    assert number > 3
