@@ -233,7 +233,11 @@ class Engine:
                 self.ticking.has_yielded = True
                 self._poll_and_yield(work)
             else:
-                self._poll_quickly(work)
+                poll = work._poll
+                for _ in range(self.backoff.inline_polls):
+                    if poll() or self.credit <= 0:
+                        break
+                    active = None  # so that the loop jumps back within `with`, see `interruption`
             active = self.active
             if active and active[-1] is work and work._done and work._poll():
                 active.pop()
@@ -243,12 +247,6 @@ class Engine:
         if len(self.active) > 2 * WINDOW:  # works that ended inside awaits are still listed
             self.drive()
         return work._done
-
-    def _poll_quickly(self, work: Work[Any]) -> None:
-        poll = work._poll
-        for _ in range(self.backoff.inline_polls):
-            if poll() or self.credit <= 0:
-                break
 
     def _poll_and_yield(self, work: Work[Any]) -> None:
         start = now = monotonic()

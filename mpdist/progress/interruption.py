@@ -5,7 +5,8 @@ KeyboardInterrupt, or the TimeoutError of an alarm, comes out of a look at some 
 nothing to do with it. Whoever drives gets it, and the operation goes on: MPI still has its memory.
 
 From Python 3.12 on a handler that comes where a loop jumps back under a condition (`while x:`, `for ...: if x: ...`)
-raises outside of the `try` or `with` around that loop: a lock would stay taken. Such loops are functions of their own.
+raises outside of the `try` or `with` around that loop: a lock would stay taken. Such loops are functions of their own,
+or end each turn with a plain statement.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
-    from mpdist.progress.engine import Engine
     from mpdist.transport.requests import Request
 
 T = TypeVar("T")
@@ -349,25 +348,25 @@ class Requested(Work[T]):
             engine = self._channel.engine
             if engine.credit > 0 and self._callbacks is None:
                 with engine.lock:
-                    if self._request is not None:
-                        self._poll_quickly(self._request.Test, engine)
+                    request = self._request
+                    if request is not None:
+                        test = request.Test
+                        try:
+                            for _ in engine.quick_polls:
+                                if test():
+                                    self._complete()
+                                    engine.credit -= 1
+                                    break
+                                request = None  # so that the loop jumps back within `with`, see `interruption`
+                        except Exception as error:
+                            if is_interruption(error):
+                                raise
+                            self._broke(error)
             if not self._done:
                 return (yield from super().__await__())
         if self._error is not None:
             raise self._seen_error()
         return self._result
-
-    def _poll_quickly(self, test: Callable[[], bool], engine: Engine) -> None:
-        try:
-            for _ in engine.quick_polls:
-                if test():
-                    self._complete()
-                    engine.credit -= 1
-                    break
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            self._broke(error)
 
     def _poll(self) -> bool:
         request = self._request
