@@ -42,11 +42,8 @@ class StoppedEngine(Engine):
     def _look_at_all(self) -> bool:
         return False
 
-    def _poll_quickly(self, work: Work[Any]) -> None:
-        """Nothing moves."""
-
-    def _poll_and_yield(self, work: Work[Any]) -> None:
-        """Nothing moves."""
+    def drive_inline(self, work: Work[Any]) -> bool:
+        return work._done
 
 
 def drain(engine: Engine, timeout: float | None = None) -> bool:
