@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from mpdist.progress.callback import when_done
-from mpdist.torch.standstill import once_asleep
+from mpdist.torch import standstill
 
 if TYPE_CHECKING:
     from mpdist.progress.work import Work as Posted
@@ -50,6 +50,7 @@ def running_backward(waiter: Waiter) -> Backward | None:
         return None
     backward = _running.get((id(waiter), task))
     if backward is None:
+        standstill.start()
         backward = _running[id(waiter), task] = Backward(waiter, task)
         waiter.engine.awaited_in_cxx = awaited_in_cxx
         torch.autograd.Variable._execution_engine.queue_callback(backward)
@@ -98,10 +99,10 @@ class Backward:
         if self._is_over:
             self._is_over = False
             torch.autograd.Variable._execution_engine.queue_callback(self)
-        once_asleep(self)
+        standstill.once_asleep(self)
 
     def fell_asleep(self) -> None:
-        """The thread that posted waits."""
+        """The thread that posted waits, or the backward has failed."""
         self._is_over = True
         self._waiter.progress.later(self._advance)
 
@@ -127,7 +128,8 @@ class Backward:
                 return
 
     def __del__(self) -> None:
-        self.end()  # of a backward that has failed, too, which calls nothing at its end
+        if self._works:  # of a backward that has failed, which calls nothing at its end
+            standstill.elsewhere(self)  # Python may collect it as garbage wherever it is
 
     def complete(self, work: Work, *, waits: bool) -> None:
         """Complete the Future of one of them, whose operation is done: at once within the backward, else in its turn.

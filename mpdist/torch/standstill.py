@@ -46,20 +46,30 @@ class _Watched:
         return True
 
 
-_made: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
+# Python says of this queue that it may be put into wherever garbage is collected.
+_made: queue.SimpleQueue[_Watched | Pause] = queue.SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def once_asleep(pause: Pause) -> None:
-    """End the pause as soon as this thread sleeps."""
+def start() -> None:
+    """Start the thread that ends pauses; before the first is made."""
     global _thread
     if _thread is None:
         with _starting:
             if _thread is None:
                 _thread = threading.Thread(target=_watch, name="mpdist-standstill", daemon=True)
                 _thread.start()
+
+
+def once_asleep(pause: Pause) -> None:
+    """End the pause as soon as this thread sleeps."""
     _made.put(_Watched(pause))
+
+
+def elsewhere(pause: Pause) -> None:
+    """End the pause at once, in another thread: this one may hold any lock."""
+    _made.put(pause)
 
 
 def _watch() -> None:
@@ -67,7 +77,11 @@ def _watch() -> None:
     while True:
         while not (watched and _made.empty()):
             latest = _made.get()
-            watched[latest.number] = latest
+            if isinstance(latest, _Watched):
+                watched[latest.number] = latest
+            else:
+                latest.fell_asleep()
+            del latest
         time.sleep(SECONDS)
         watched = {key: each for key, each in watched.items() if not each.is_over()}
 

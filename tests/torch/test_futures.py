@@ -315,6 +315,33 @@ def test_garbage_may_be_collected_while_a_future_is_made(
     assert future.wait()[0].unique().tolist() == [total(group, 1)]
 
 
+def test_a_failed_backward_may_become_garbage_wherever_that_is_found(group: dist.ProcessGroup) -> None:
+    """Its callbacks may wait, and the thread that finds it may hold the lock of whoever drives."""
+    waiter: Any = group._waiter  # type: ignore[attr-defined]  # ours
+    kept: list[object] = []
+    results: list[Any] = []
+
+    def fail(layer: int) -> None:
+        work: Any = dist.all_reduce(numbers(group, layer, 0), async_op=True)
+
+        def go_on(future: torch.futures.Future[list[Tensor]]) -> float:
+            dist.all_reduce(future.value()[0])
+            return float(future.value()[0][0])
+
+        results.append(work.get_future().then(go_on))
+        kept.append(backwards.running_backward(waiter))
+        waiter.wait(work._posted)
+        raise _Failed
+
+    with pytest.raises(_Failed) as caught:
+        backward(fail)
+    caught.value.__traceback__ = None
+    with waiter.engine.lock:
+        kept.clear()
+        gc.collect()
+    assert results[0].wait() == group.size() * total(group, 0)
+
+
 def net(group: dist.ProcessGroup) -> torch.nn.parallel.DistributedDataParallel:
     return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10), process_group=group)
 
