@@ -336,6 +336,7 @@ def test_selection_by_id_keyword_and_last_failure(suite: Suite) -> None:
     suite.again("--lf").assert_outcomes(failed=1)
     suite.again("test_it.py::test_a[2 ranks]").assert_outcomes(failed=1)
     suite.again("-k", "test_b", "--ranks=2").assert_outcomes(passed=1, deselected=1)
+    suite.again("-k", "test_b", "--most-ranks").assert_outcomes(passed=1, deselected=1)
     suite.again("-x").assert_outcomes(passed=2, failed=1)
 
 

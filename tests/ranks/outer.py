@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -116,11 +116,11 @@ class Outer:
     """The plugin of the pytest that the user started.
 
     Args:
-        is_wanted: whether tests shall run on that number of ranks.
+        wanted: on which of its numbers of ranks a test shall run.
     """
 
-    def __init__(self, is_wanted: Callable[[int], bool]) -> None:
-        self._is_wanted = is_wanted
+    def __init__(self, wanted: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        self._wanted = wanted
         self._launch: Launch | None = None
         self._group: Group | None = None
         self._has_failed = False
@@ -184,7 +184,7 @@ class Outer:
         mark = node.get_closest_marker("ranks")
         if mark is None or not isinstance(node, pytest.Function):
             return [node]
-        return [RanksItem.on(ranks, node) for ranks in mark.args if self._is_wanted(ranks)]
+        return [RanksItem.on(ranks, node) for ranks in self._wanted(mark.args)]
 
     def _start(self, item: RanksItem) -> None:
         """Launch the ranks with this item's test and those of its group that follow."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -40,6 +40,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on MPI ranks")
     group.addoption("--ranks", default="", help="run only on these numbers of ranks, e.g. 1,2")
+    group.addoption("--most-ranks", action="store_true", help="run each test on the largest of its numbers only")
     group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (default 60)")
     group.addoption("--loop", choices=("asyncio", "uvloop", "both"), help="event loop of async tests")
     group.addoption("--large", action="store_true", help="run tests that need much memory or time")
@@ -54,7 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Inner(config), "ranks-inner")
         return
     counts = {int(count) for count in config.getoption("--ranks").split(",") if count}
-    config.pluginmanager.register(Outer(lambda ranks: not counts or ranks in counts), "ranks-outer")
+
+    def wanted(ranks: Sequence[int]) -> list[int]:
+        chosen = [each for each in ranks if not counts or each in counts]
+        return [max(chosen)] if chosen and config.getoption("--most-ranks") else chosen
+
+    config.pluginmanager.register(Outer(wanted), "ranks-outer")
 
 
 @pytest.hookimpl(specname="pytest_configure", trylast=True)
