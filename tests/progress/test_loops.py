@@ -339,9 +339,13 @@ def test_a_loop_that_is_closed_as_it_is_told_of_an_end_disturbs_nobody(comm: Com
     async def ask_for_a_call() -> None:
         work.add_done_callback(print)
 
+    def find_it() -> None:
+        comm.barrier().wait(20)  # else it may come while the other rank's loop still runs
+        comm.send(np.ones(1), peer(comm)).wait(20)
+        work.wait(20)
+
     loop.run_until_complete(ask_for_a_call())
-    comm.send(np.ones(1), peer(comm)).wait()
-    in_threads(lambda: work.wait(20) and None)
+    in_threads(find_it)
     assert loop.is_closed()
     assert work.result().count == 1
 
