@@ -52,7 +52,7 @@ def test_example_runs_on_one_rank(name: str, tmp_path: Path) -> None:
 
 def test_averager_takes_torch_tensors(tmp_path: Path) -> None:
     output = run_job(2, tmp_path, "08_average_gradients.py", "--torch")
-    assert output == "y = 3.00 x + 1.00 after 200 steps on 2 ranks\n"
+    assert output == "y = 3.00 x + 1.00 after 200 steps, ranks: 2\n"
 
 
 def test_text_is_learned_and_the_number_of_ranks_does_not_matter(tmp_path: Path) -> None:
