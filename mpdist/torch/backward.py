@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpdist.torch.work import Waiter, Work
 
 # A wait at the end of a backward goes on as long as anything moves within this time.
-STANDSTILL_SECONDS = 0.05
+UNMOVED_SECONDS = 0.05
 
 
 class _Completing(threading.local):
@@ -101,15 +101,15 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self)
         standstill.once_asleep(self)
 
-    def fell_asleep(self) -> None:
-        """The thread that posted waits, or the backward has failed."""
-        self._is_over = True
-        self._waiter.progress.later(self._advance)
-
     def end(self) -> None:
         """Complete its Futures from now on, each when its operation is done and those before it are complete."""
         self._is_over = True
         self._advance()
+
+    def resume(self) -> None:
+        """The same in another thread: the one that posted waits, or the backward has failed."""
+        self._is_over = True
+        self._waiter.progress.later(self._advance)
 
     def __call__(self) -> None:
         """The backward is over: drive, for DDP waits in C++ next, where nobody could."""
@@ -121,7 +121,7 @@ class Backward:
             # Another rank may need what this one does after its backward: without progress the wait ends.
             while not posted._done and moves != engine.moves:
                 moves = engine.moves
-                self._waiter.wait(posted, STANDSTILL_SECONDS)
+                self._waiter.wait(posted, UNMOVED_SECONDS)
             self._advance()
             if not posted._done:
                 self._waiter.progress.posted()

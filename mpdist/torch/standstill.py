@@ -18,10 +18,10 @@ SECONDS = 0.05
 
 
 class Pause(Protocol):
-    """What a thread has begun, and its sleep ends; if something else was faster, the call has no effect."""
+    """What is held while a thread goes on; to resume again, or after something else has, is without effect."""
 
-    def fell_asleep(self) -> None:
-        """End it, without waiting for anything."""
+    def resume(self) -> None:
+        """End the pause, without waiting for anything."""
         ...
 
 
@@ -42,7 +42,7 @@ class _Watched:
         before, self._state = self._state, _sleep(self._thread)
         if before is None or before != self._state:
             return False
-        pause.fell_asleep()
+        pause.resume()
         return True
 
 
@@ -80,7 +80,7 @@ def _watch() -> None:
             if isinstance(latest, _Watched):
                 watched[latest.number] = latest
             else:
-                latest.fell_asleep()
+                latest.resume()
             del latest
         time.sleep(SECONDS)
         watched = {key: each for key, each in watched.items() if not each.is_over()}

@@ -235,7 +235,7 @@ def test_after_a_backward_futures_complete_in_order_whichever_is_waited_for(grou
 
     def post(layer: int, stage: int) -> None:
         if layer == stage == group.rank() == 0:
-            time.sleep(3 * backwards.STANDSTILL_SECONDS)
+            time.sleep(3 * backwards.UNMOVED_SECONDS)
 
         def go_on(both: torch.futures.Future[Any]) -> None:
             assert [each.value()[0].unique().item() for each in both.value()] == [total(group, layer)] * 2
