@@ -148,6 +148,7 @@ def test_digits_accuracy_does_not_depend_on_the_number_of_ranks(ranks: int) -> N
     assert abs(digits_accuracy(ranks) - digits_accuracy(1)) <= NOISE
 
 
+@pytest.mark.any_mpi
 def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
     output, errors = run_job("train_digits.py", 2, "--progress", "--epochs", "2")
     (summary,) = output.splitlines()
@@ -155,6 +156,7 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
     assert "| 2/2 [" in errors
 
 
+@pytest.mark.any_mpi
 @has_torch
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -252,6 +254,7 @@ def failed_with(preparation: str, name: str, options: list[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
 def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
     (line,) = failed_without(missing, "train_digits.py", []).splitlines()

@@ -336,8 +336,26 @@ def test_selection_by_id_keyword_and_last_failure(suite: Suite) -> None:
     suite.again("--lf").assert_outcomes(failed=1)
     suite.again("test_it.py::test_a[2 ranks]").assert_outcomes(failed=1)
     suite.again("-k", "test_b", "--ranks=2").assert_outcomes(passed=1, deselected=1)
-    suite.again("-k", "test_b", "--most-ranks").assert_outcomes(passed=1, deselected=1)
+    suite.again("-k", "test_b", "--each-on=most").assert_outcomes(passed=1, deselected=1)
     suite.again("-x").assert_outcomes(passed=2, failed=1)
+
+
+def test_each_test_may_run_on_one_of_its_numbers_of_ranks(suite: Suite) -> None:
+    text = """
+        pytestmark = pytest.mark.ranks(1, 2, 3)
+
+        @pytest.mark.parametrize("x", range(30))
+        def test_one(x):
+            pass
+    """
+    result = suite.run(text, "--each-on=one")
+    result.assert_outcomes(passed=30)
+    names = [line.split(" PASSED")[0] for line in result.stdout.lines if "PASSED" in line]
+    assert len({name.rpartition("[")[0] for name in names}) == 30
+    assert {name.rpartition("[")[2] for name in names} == {"1 rank]", "2 ranks]", "3 ranks]"}
+    again = suite.again("--each-on=one")
+    assert [name for name in names if not any(name in line for line in again.stdout.lines)] == []
+    suite.again("--each-on=one", "--ranks=2").assert_outcomes(passed=30)
 
 
 def test_a_failed_example_of_hypothesis_is_shown_though_its_replay_hangs(suite: Suite) -> None:

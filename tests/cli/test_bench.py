@@ -238,6 +238,7 @@ def test_bench_runs_under_another_launcher() -> None:
     assert "3 ranks" in done.stdout
 
 
+@pytest.mark.any_mpi
 @pytest.mark.job
 def test_mistake_of_one_rank_ends_all_before_anything_is_measured() -> None:
     done = run_mpdist("run", "-n", "2", "-m", "mpdist", "bench", "--json", "/gone/x.jsonl")
@@ -245,6 +246,7 @@ def test_mistake_of_one_rank_ends_all_before_anything_is_measured() -> None:
     assert done.stderr.splitlines()[0].startswith("mpdist bench --json /gone/x.jsonl can't be written")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.job
 @pytest.mark.limit(SECONDS)
 def test_tune_writes_what_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

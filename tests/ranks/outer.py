@@ -116,10 +116,10 @@ class Outer:
     """The plugin of the pytest that the user started.
 
     Args:
-        wanted: on which of its numbers of ranks a test shall run.
+        wanted: on which of its numbers of ranks a test of that id shall run.
     """
 
-    def __init__(self, wanted: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    def __init__(self, wanted: Callable[[str, Sequence[int]], Sequence[int]]) -> None:
         self._wanted = wanted
         self._launch: Launch | None = None
         self._group: Group | None = None
@@ -184,7 +184,7 @@ class Outer:
         mark = node.get_closest_marker("ranks")
         if mark is None or not isinstance(node, pytest.Function):
             return [node]
-        return [RanksItem.on(ranks, node) for ranks in self._wanted(mark.args)]
+        return [RanksItem.on(ranks, node) for ranks in self._wanted(node.nodeid, mark.args)]
 
     def _start(self, item: RanksItem) -> None:
         """Launch the ranks with this item's test and those of its group that follow."""

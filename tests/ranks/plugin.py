@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+from zlib import crc32
 
 import pytest
 
@@ -40,7 +41,12 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on MPI ranks")
     group.addoption("--ranks", default="", help="run only on these numbers of ranks, e.g. 1,2")
-    group.addoption("--most-ranks", action="store_true", help="run each test on the largest of its numbers only")
+    group.addoption(
+        "--each-on",
+        choices=("all", "most", "one"),
+        default="all",
+        help="run each test on all of its numbers, the largest, or one that differs between tests, not between runs",
+    )
     group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (default 60)")
     group.addoption("--loop", choices=("asyncio", "uvloop", "both"), help="event loop of async tests")
     group.addoption("--large", action="store_true", help="run tests that need much memory or time")
@@ -56,9 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     counts = {int(count) for count in config.getoption("--ranks").split(",") if count}
 
-    def wanted(ranks: Sequence[int]) -> list[int]:
+    def wanted(test: str, ranks: Sequence[int]) -> list[int]:
         chosen = [each for each in ranks if not counts or each in counts]
-        return [max(chosen)] if chosen and config.getoption("--most-ranks") else chosen
+        if len(chosen) < 2 or config.getoption("--each-on") == "all":
+            return chosen
+        is_most = config.getoption("--each-on") == "most"
+        return [max(chosen) if is_most else chosen[crc32(test.encode()) % len(chosen)]]
 
     config.pluginmanager.register(Outer(wanted), "ranks-outer")
 

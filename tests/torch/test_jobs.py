@@ -102,6 +102,7 @@ def test_an_exception_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert re.search(r"mpdist: rank 1 of 2 .*ValueError", done.stderr)
 
 
+@pytest.mark.any_mpi
 def test_an_exception_under_gloo_shows_its_traceback(tmp_path: Path) -> None:
     """init_process_group leads sys.stderr into a string when an exception is shown."""
     script = tmp_path / "program.py"
@@ -141,6 +142,7 @@ STOCK = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)
 METRICS = "metrics = mpdist.torch.Metrics(mpdist.init(), 'loss')"
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("make", "line", "advice"),
     [
@@ -176,6 +178,7 @@ def test_a_program_goes_on_after_a_timeout(tmp_path: Path) -> None:
     assert done.stdout == b"True\\n".decode("unicode_escape"), done.stderr
 
 
+@pytest.mark.any_mpi
 def test_without_a_timeout_the_variable_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPDIST_TIMEOUT", "1.5")
     body = """
@@ -192,6 +195,7 @@ def test_without_a_timeout_the_variable_holds(tmp_path: Path, monkeypatch: pytes
     assert done.stdout.splitlines() == ["True", "[1.5, 7.0]"], done.stderr
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", ["mpdist", "mpi", "cpu:mpi"])
 def test_torchrun_is_told_to_be_mpirun(tmp_path: Path, name: str) -> None:
     script = tmp_path / "program.py"
@@ -216,6 +220,7 @@ def test_torchrun_is_told_to_be_mpirun(tmp_path: Path, name: str) -> None:
     assert "mpirun" in done.stderr
 
 
+@pytest.mark.any_mpi
 def test_the_entry_point_registers_and_does_nothing_else() -> None:
     program = """
         import sys, time, os
@@ -260,6 +265,7 @@ def test_installed_no_import_is_needed(tmp_path: Path) -> None:
     assert done.stdout.split() in (["mpdist"] * 2, ["mpdistmpdist"])  # two ranks may write at once
 
 
+@pytest.mark.any_mpi
 def test_a_torch_with_mpi_of_its_own_keeps_the_name() -> None:
     program = """
         import os
@@ -281,6 +287,7 @@ def test_a_torch_with_mpi_of_its_own_keeps_the_name() -> None:
     assert 'Use the name "mpdist"' in done.stdout
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("value", "call", "printed"),
     [("0", "None", "False"), ("1", "None", "True"), ("0", "mpdist.torch.as_mpi(); mpdist.torch.as_mpi()", "True")],
@@ -319,6 +326,7 @@ def test_what_a_library_has_put_into_the_environment_does_not_count_for_mpi(tmp_
     assert "mpdist.torch.setup_env()" in done.stderr
 
 
+@pytest.mark.any_mpi
 def test_a_broken_entry_point_only_warns() -> None:
     program = """
         import os, warnings
