@@ -103,7 +103,7 @@ def test_gradients_that_come_in_several_streams_are_averaged(comm: Communicator,
             with module.stream(side) if is_late else nullcontext():
                 value = queued(comm.rank)[0] if is_late else float(comm.rank)
                 slot.parameter.grad = torch.zeros_like(slot.parameter) + value
-                reducer.ready(slot)
+                reducer.ready(slot, slot.parameter)
         reducer._close()
         assert [slot.parameter.grad.cpu().unique().tolist() for slot in reducer.slots] == [[(comm.size - 1) / 2]] * 4
 

@@ -64,9 +64,11 @@ class Bucket:
         self._hooks_own: Tensor | None = None  # what the hook has put in its place
         self.tail = self.flat[starts[-1] :]
         self._starts = starts
-        for slot, start in zip(slots, starts, strict=False):
+        self._views = [_view(flat, start, slot.parameter) for slot, start in zip(slots, starts, strict=False)]
+        self._places = [view.data_ptr() for view in self._views]
+        for slot, view in zip(self.slots, self._views, strict=True):
             slot.bucket = self
-            slot.view = _view(self.flat, start, slot.parameter)
+            slot.view = view
             slot.is_large = slot.parameter.is_cpu and slot.parameter.numel() >= LARGE_COUNT
         self.nbytes = self.flat.numel() * self.flat.itemsize
         self.missing = len(self.slots)
@@ -99,12 +101,16 @@ class Bucket:
 
     def _return_views(self) -> None:
         """`p.grad.data = ...`, which modules do when they are converted, takes a view to other memory."""
-        base, itemsize = self.flat.data_ptr(), self.dtype.itemsize
-        for slot, start in zip(self.slots, self._starts, strict=False):
+        if [view.data_ptr() for view in self._views] == self._places:
+            return
+        for position, (slot, place) in enumerate(zip(self.slots, self._places, strict=True)):
+            if self._views[position].data_ptr() == place:
+                continue
+            with torch.enable_grad():
+                self._views[position] = _view(self.flat, self._starts[position], slot.parameter)
             # Buckets of before, too, take part in a change of them, and their slots have other views.
-            if slot.bucket is self and cast(Tensor, slot.view).data_ptr() != base + start * itemsize:
-                with torch.enable_grad():
-                    slot.view = _view(self.flat, start, slot.parameter)
+            if slot.bucket is self:
+                slot.view = self._views[position]
 
     def enter(self, slot: Slot) -> None:
         """The gradient is complete: a large one goes to its place now, a small one with the others."""
@@ -146,8 +152,9 @@ class Bucket:
         late = self.late
         if not late:
             return
-        views = [cast(Tensor, slot.view) for slot in late]
-        gradients = [slot.parameter.grad for slot in late]
+        views: list[Any] = [slot.view for slot in late]
+        parameters = [slot.parameter for slot in late]
+        gradients = [parameter.grad for parameter in parameters]
         try:
             torch._foreach_copy_(views, cast("list[Tensor]", gradients))
         except (RuntimeError, TypeError) as error:
@@ -166,8 +173,8 @@ class Bucket:
                 self._gradients.mul_(self._scale)
             else:
                 torch._foreach_mul_(views, self._scale)
-        for slot, view in zip(late, views, strict=True):
-            slot.parameter.grad = view
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
         late.clear()
 
     def start(self, comm: Communicator) -> None:
@@ -223,7 +230,7 @@ class Bucket:
     def gradients(self) -> list[Tensor]:
         own = self._hooks_own
         if own is None:
-            return [cast(Tensor, slot.view) for slot in self.slots]
+            return list(self._views)
         return [_view(own, start, slot.parameter) for slot, start in zip(self.slots, self._starts, strict=False)]
 
     def parameters(self) -> list[Tensor]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mpdist.torch.compiling import leave_alone
 from mpdist.torch.data_parallel.slot import Slot
 
-Ready: TypeAlias = Callable[[Slot], None]
+Ready: TypeAlias = Callable[[Slot, Tensor], None]
+
+# Whether it is trained, which tensor it is (torch.utils.swap_tensors() makes it another one), and of which type.
+_STATE = attrgetter("requires_grad", "_cdata", "dtype")
 
 
 class GradientHooks:
@@ -23,12 +27,21 @@ class GradientHooks:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
+        self._parameters = [slot.parameter for slot in slots]
+        self._known: list[object] = []
         # torch numbers the hooks of a process; those up to this one run before ours.
         self._seen = -1
 
+    def have_news(self) -> bool:
+        """Whether one of the parameters has changed since this was last asked, or it never was; see `_STATE`."""
+        state: list[object] = list(map(_STATE, self._parameters))
+        if state == self._known:
+            return False
+        self._known = state
+        return True
+
     def follow(self, ready: Ready) -> bool:
         """See to it that each parameter with `requires_grad` has one, and no other; whether that was not so."""
-        self.be_last(ready)
         has_changed = False
         for slot in self._slots:
             is_trained = slot.parameter.requires_grad
@@ -36,7 +49,7 @@ class GradientHooks:
                 has_changed = True
                 slot.unregister()
                 if is_trained:
-                    slot.register(_hook(ready, slot))
+                    slot.register(partial(ready, slot))
         return has_changed
 
     def be_last(self, ready: Ready) -> None:
@@ -46,7 +59,7 @@ class GradientHooks:
         for slot in self._slots:
             if slot.handle is not None and slot.has_later_hooks():
                 slot.unregister()
-                slot.register(_hook(ready, slot))
+                slot.register(partial(ready, slot))
         self._seen = RemovableHandle.next_id
 
     @contextmanager
@@ -58,13 +71,7 @@ class GradientHooks:
             self._seen = RemovableHandle.next_id
 
     def remove(self) -> None:
+        self._known.clear()
         for slot in self._slots:
             slot.unregister()
 
-
-def _hook(ready: Ready, slot: Slot) -> Callable[[Tensor], None]:
-    @leave_alone
-    def hook(parameter: Tensor) -> None:
-        ready(slot)
-
-    return hook

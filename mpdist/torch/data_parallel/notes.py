@@ -5,12 +5,12 @@
     one number                  1 where parameters were frozen or thawed, so that the gradients are in other messages
     one number                  forwards since the last average: a rank that has more may have skipped a backward
 
-All are float32 or float64 numbers of a sum, exact as far as needed.
+All are float32 or float64 numbers of a sum, exact as far as needed, and in the CPU's memory: NumPy reads and writes them,
+whose calls take less than torch's.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 # No seconds for each rank in larger jobs: the note would be longer than many buckets.
@@ -22,7 +22,7 @@ class Notes:
 
     def __init__(self, room: Tensor, count: int, rank: int, size: int) -> None:
         """Take `length(count, size)` elements of memory that will be summed over the ranks."""
-        self._room = room
+        self._room = room.numpy()
         self._count = count
         self._rank = rank
         self._size = size
@@ -35,21 +35,21 @@ class Notes:
     def write(self, unused: list[int], seconds: float, forwards: int) -> None:
         """Before the sum: parameters without a gradient here, seconds of computing, forwards since the last average."""
         room = self._room
-        room.zero_()
-        room[: self._count].fill_(1.0)
+        room[: self._count] = 1.0
+        room[self._count :] = 0.0
         if unused:
-            room[torch.tensor(unused, device="cpu")] = 0.0
+            room[unused] = 0.0
         if self._size <= TIMED_RANKS:
             room[self._count + self._rank] = seconds
         room[-1] = forwards
 
     def write_absent(self) -> None:
         """The note of a rank that has no inputs any more."""
-        self._room.zero_()
+        self._room[:] = 0.0
 
     def write_changed(self) -> None:
         """The note of a rank whose parameters were frozen or thawed."""
-        self._room.zero_()
+        self._room[:] = 0.0
         self._room[-2] = 1.0
 
     def used(self) -> list[int]:
@@ -62,7 +62,8 @@ class Notes:
 
     def seconds(self) -> list[float]:
         """After the sum: for each rank how long it computed; empty in large jobs."""
-        return self._room[self._count : -2].tolist()
+        numbers: list[float] = self._room[self._count : -2].tolist()
+        return numbers
 
     def changed(self) -> int:
         """After the sum: on how many ranks parameters were frozen or thawed."""

@@ -41,11 +41,11 @@ class Overlap:
             and is_thread_worth(nodes, *engine.crowd, computing_threads(device))
         )
 
-    def started(self) -> None:
-        """A bucket has started."""
+    def started(self, is_last: bool) -> None:
+        """A bucket has started; after the last one backward ends soon, and this thread drives then."""
         if self.has_thread:
             self._progress.posted()
-        else:
+        elif not is_last:
             self._engine.drive()
 
     @contextmanager

@@ -24,12 +24,12 @@ class PassingBucket(Bucket):
     def __init__(self, slots: Sequence[Slot], starts: Sequence[int], flat: Tensor) -> None:
         super().__init__(slots, starts, flat)
         self._own: list[Tensor] = []
-        self._views: list[Tensor] = []
+        self._passed: list[Tensor] = []
 
     def begin(self, divisor: float, size: int, is_hooked: bool) -> None:
         super().begin(divisor, size, is_hooked)
         self._own.clear()
-        self._views.clear()
+        self._passed.clear()
 
     def enter(self, slot: Slot) -> None:
         gradient = slot.parameter.grad
@@ -47,11 +47,11 @@ class PassingBucket(Bucket):
         view = cast(Tensor, slot.view)
         slot.parameter.grad = own = torch.empty_like(view) if gradient is None else gradient
         self._own.append(own)
-        self._views.append(view)
+        self._passed.append(view)
 
     def leave(self) -> None:
         if self._own:
-            torch._foreach_copy_(self._own, self._views)
+            torch._foreach_copy_(self._own, self._passed)
 
     def give(self, slot: Slot) -> None:
         slot.parameter.grad = cast(Tensor, slot.view).clone()

@@ -118,6 +118,9 @@ class Reducer:
 
     def look_at_parameters(self) -> None:
         """Read `requires_grad` and types again: thawed parameters get a hook, and the buckets are made anew."""
+        self._hooks.be_last(self.ready)
+        if not self._hooks.have_news():
+            return
         has_other_hooks = self._hooks.follow(self.ready)
         has_new_types = any(
             slot.parameter.dtype != bucket.dtype for bucket in self.buckets or () for slot in bucket.slots
@@ -237,7 +240,8 @@ class Reducer:
         self.is_active = False
         running.end(self)
 
-    def ready(self, slot: Slot) -> None:
+    @leave_alone
+    def ready(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
         if not self.is_active:
             if not self.is_expected:  # no_sync(): gradients only accumulate
@@ -292,7 +296,7 @@ class Reducer:
         assert bucket.work is not None
         when_done(bucket.work, bucket.note_end)
         if not self._is_closing:
-            self.overlap.started()
+            self.overlap.started(bucket.is_last())
 
     def _start_hooks(self) -> None:
         """Call the hook for the buckets that have started, one after the other has ended.

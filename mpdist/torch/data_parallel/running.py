@@ -23,6 +23,8 @@ def check_apart(reducer: Reducer) -> None:
 
     What one of them has averaged, or begins to, the other would take for a gradient of this rank.
     """
+    if not _tasks:
+        return
     own = {id(slot.parameter): slot for slot in reducer.slots}
     for other in tuple(_tasks):
         if other is reducer:
