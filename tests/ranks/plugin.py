@@ -33,6 +33,8 @@ MARKS = {
     "job": "launches real jobs, and may kill them",
     "any_mpi": "tests what no MPI changes: where all tests run with each MPI, one is enough for it",
 }
+# One of its numbers differs between tests, not between runs; another one is never the same where there are two.
+EACH_ON = ("all", "most", "one", "another")
 GPU_DEVICE = Path("/dev/nvidia0")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -41,12 +43,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on MPI ranks")
     group.addoption("--ranks", default="", help="run only on these numbers of ranks, e.g. 1,2")
-    group.addoption(
-        "--each-on",
-        choices=("all", "most", "one"),
-        default="all",
-        help="run each test on all of its numbers, the largest, or one that differs between tests, not between runs",
-    )
+    group.addoption("--each-on", choices=EACH_ON, default="all", help="on which of its numbers of ranks a test runs")
     group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (default 60)")
     group.addoption("--loop", choices=("asyncio", "uvloop", "both"), help="event loop of async tests")
     group.addoption("--large", action="store_true", help="run tests that need much memory or time")
@@ -64,10 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def wanted(test: str, ranks: Sequence[int]) -> list[int]:
         chosen = [each for each in ranks if not counts or each in counts]
-        if len(chosen) < 2 or config.getoption("--each-on") == "all":
+        each_on = config.getoption("--each-on")
+        if each_on == "all" or not chosen:
             return chosen
-        is_most = config.getoption("--each-on") == "most"
-        return [max(chosen) if is_most else chosen[crc32(test.encode()) % len(chosen)]]
+        if each_on == "most":
+            return [max(chosen)]
+        return [chosen[(crc32(test.encode()) + (each_on == "another")) % len(chosen)]]
 
     config.pluginmanager.register(Outer(wanted), "ranks-outer")
 
