@@ -74,4 +74,3 @@ class GradientHooks:
         self._known.clear()
         for slot in self._slots:
             slot.unregister()
-

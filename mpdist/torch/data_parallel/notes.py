@@ -5,8 +5,8 @@
     one number                  1 where parameters were frozen or thawed, so that the gradients are in other messages
     one number                  forwards since the last average: a rank that has more may have skipped a backward
 
-All are float32 or float64 numbers of a sum, exact as far as needed, and in the CPU's memory: NumPy reads and writes them,
-whose calls take less than torch's.
+All are float32 or float64 numbers of a sum, exact as far as needed, and in the CPU's memory: NumPy reads and writes
+them, whose calls take less than torch's.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Notes:
 
     def changed(self) -> int:
         """After the sum: on how many ranks parameters were frozen or thawed."""
-        return round(self._room[-2].item())
+        return round(float(self._room[-2]))
 
     def forwards(self) -> int:
         """After the sum: forwards of all ranks since the last average."""
-        return round(self._room[-1].item())
+        return round(float(self._room[-1]))
