@@ -51,6 +51,33 @@ def test_torchs_hooks(comm: Communicator, name: str, bucket_cap_mb: float) -> No
         assert_equal(got, train(comm, theirs, shape=(4, 12), steps=6), rtol)
 
 
+def test_a_hook_may_resize_the_bucket(comm: Communicator) -> None:
+    """As torch's batched PowerSGD does: gradients are the same parts of its new memory from then on."""
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        count = buffer.numel()
+        buffer.resize_(2 * count + 3).resize_(count)
+        comm.all_reduce(buffer, op="avg").wait()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    with wrapped(mlp(6, 10, 3), comm) as model:
+        model.register_comm_hook(None, hook)
+        kept = []
+        for step in range(5):
+            model.zero_grad()
+            model(torch.full((2, 6), step + comm.rank + 1.0, dtype=torch.float64)).sum().backward()
+            kept.append([parameter.grad for parameter in model.parameters()])
+            alone = copy.deepcopy(model.module)
+            alone.zero_grad()
+            for rank in range(comm.size):
+                alone(torch.full((2, 6), step + rank + 1.0, dtype=torch.float64)).sum().backward()
+            assert_equal(kept[-1], [parameter.grad / comm.size for parameter in alone.parameters()], 1e-12)
+        assert all(one is other for one, other in zip(kept[3], kept[4], strict=True))
+
+
 def test_bucket_is_what_torch_documents(comm: Communicator) -> None:
     net = mlp(6, 10, 3)
     seen: list[tuple[int, bool]] = []

@@ -107,10 +107,12 @@ class Bucket:
             if self._views[position].data_ptr() == place:
                 continue
             with torch.enable_grad():
-                self._views[position] = _view(self.flat, self._starts[position], slot.parameter)
+                view = _view(self.flat, self._starts[position], slot.parameter)
+            # Where a hook has resized the memory the place is a new one.
+            self._views[position], self._places[position] = view, view.data_ptr()
             # Buckets of before, too, take part in a change of them, and their slots have other views.
             if slot.bucket is self:
-                slot.view = self._views[position]
+                slot.view = view
 
     def enter(self, slot: Slot) -> None:
         """The gradient is complete: a large one goes to its place now, a small one with the others."""
