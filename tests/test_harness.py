@@ -354,6 +354,7 @@ def test_each_test_may_run_on_one_of_its_numbers_of_ranks(suite: Suite) -> None:
     assert len({name.rpartition("[")[0] for name in names}) == 30
     assert {name.rpartition("[")[2] for name in names} == {"1 rank]", "2 ranks]", "3 ranks]"}
     same, other = suite.again("--each-on=one"), suite.again("--each-on=another")
+    other.assert_outcomes(passed=30)
     assert [name for name in names if not any(name in line for line in same.stdout.lines)] == []
     assert [name for name in names if any(name in line for line in other.stdout.lines)] == []
     suite.again("--each-on=one", "--ranks=2").assert_outcomes(passed=30)

@@ -21,9 +21,10 @@ from mpdist.errors import ClosedError, WorkTimeout
 from mpdist.progress.callback import when_done
 from mpdist.torch.backward import end_backward
 from mpdist.torch.compiling import leave_alone
-from mpdist.torch.data_parallel import change, mistakes, outputs, plan, running, sparse
+from mpdist.torch.data_parallel import change, communication_hook, mistakes, outputs, plan, running, sparse
 from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
+from mpdist.torch.data_parallel.communication_hook import Hook
 from mpdist.torch.data_parallel.ending import (
     NO_TASK,
     at_end_of_backward,
@@ -39,13 +40,11 @@ from mpdist.torch.data_parallel.slot import Slot
 from mpdist.torch.data_parallel.statistics import Clock
 from mpdist.torch.data_parallel.streams import Streams
 from mpdist.torch.data_parallel.unused import Unused
-from mpdist.torch.data_parallel.waiting import hold, wait_for_hook
+from mpdist.torch.data_parallel.waiting import hold
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
-
-Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
 class Reducer:
@@ -89,7 +88,7 @@ class Reducer:
         device = parameters[0][1].device
         self.overlap = Overlap(comm, device)
         self.streams = None if device.type == "cpu" else Streams(device)
-        self.hook: tuple[Hook, object] | None = None
+        self.hook: Hook | None = None
         self.broken = ""
         self.before_start: Callable[[], None] | None = None
         self.find_stranger: Callable[[], str | None] = lambda: None
@@ -242,7 +241,7 @@ class Reducer:
 
     @leave_alone
     def ready(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter is complete; runs inside backward, once for each parameter."""
+        """The gradient of a parameter is complete; runs inside backward, once for each parameter, which it is given."""
         if not self.is_active:
             if not self.is_expected:  # no_sync(): gradients only accumulate
                 self.unused.touched.add(slot)
@@ -290,30 +289,13 @@ class Reducer:
         if bucket.is_last() and self._own_notes is None:
             self._write_notes()
         if self.hook is not None:
-            self._start_hooks()
+            communication_hook.start(self.hook, self._started_buckets(), self.where)
             return
         bucket.start(self.comm)
         assert bucket.work is not None
         when_done(bucket.work, bucket.note_end)
         if not self._is_closing:
             self.overlap.started(bucket.is_last())
-
-    def _start_hooks(self) -> None:
-        """Call the hook for the buckets that have started, one after the other has ended.
-
-        What it does at the end of its first message, in whatever thread, may be another message: those of two buckets
-        would come in different orders on the ranks.
-        """
-        assert self.hook is not None
-        assert self.buckets is not None
-        for bucket in self.buckets[: self._started]:
-            if bucket.future is None:
-                bucket.start_hook(*self.hook)
-                if not isinstance(bucket.future, torch._C.Future):
-                    raise mistakes.no_future(self.where, self.hook[0], bucket.future)
-            assert bucket.future is not None
-            if not bucket.future.done():
-                return
 
     def _write_notes(self) -> None:
         assert self._notes is not None
@@ -451,7 +433,7 @@ class Reducer:
         own = None if self._own_notes is None else self.comm.all_reduce(self._own_notes)
         for bucket in self.buckets:
             if self.hook is not None:
-                self._start_hooks()
+                communication_hook.start(self.hook, self._started_buckets(), self.where)
                 end_backward()  # what hooks have posted through the backend would complete after this callback
                 self._wait_for_hook(bucket)
             elif bucket.work is not None:
@@ -479,17 +461,19 @@ class Reducer:
             self._has_warned = True
             warnings.warn(mistakes.uneven_forwards(self.where, mine, self.contributors, total), stacklevel=2)
 
+    def _started_buckets(self) -> list[Bucket]:
+        assert self.buckets is not None
+        return self.buckets[: self._started]
+
     def _wait_for_hook(self, bucket: Bucket) -> None:
-        future = bucket.future
-        assert future is not None
         assert self.hook is not None
-        if not future.done():
-            try:
-                wait_for_hook(self.comm, future, mistakes.future_of(self.where, self.hook[0], bucket))
-            except WorkTimeout:
-                self.broken = f"in its backward number {self.step} a hook's Future was not complete in time"
-                raise
-        bucket.take(future.wait())  # done; on a device this thread's stream comes after it
+        try:
+            communication_hook.wait(self.comm, self.hook, bucket, self.where)
+        except WorkTimeout:
+            self.broken = f"in its backward number {self.step} a hook's Future was not complete in time"
+            raise
+        assert bucket.future is not None
+        bucket.take(bucket.future.wait())  # done; on a device this thread's stream comes after it
         bucket.note_end()
 
     def let_go(self) -> None:
