@@ -25,7 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from goals import COPY, FOUR_RANK_ROWS, MIB, RAW, Goal, Row, several_node_rows, two_rank_rows  # beside this script
+from copying import COPY, copying  # beside this script
+from goals import FOUR_RANK_ROWS, MIB, RAW, Goal, Row, several_node_rows, two_rank_rows
 from longest import Callbacks, link_bytes
 from measure import (
     Result,
@@ -41,7 +42,7 @@ from measure import (
 
 import mpdist
 from mpdist.bench.case import GLOO, OURS, RAW_LATER, RAW_NOW, RESIDENT
-from mpdist.bench.contenders import Arrays, Bound, as_run, private
+from mpdist.bench.contenders import Bound, private
 from mpdist.bench.gloo import is_installed
 from mpdist.bench.job import Bench, Task
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS
@@ -238,21 +239,6 @@ class Collectives(Bench):
         yield summary(
             case, sent[1:], [least] * 5, ranks=self.world.size, mpi=self.mpi, unit="bytes", target=1.05
         )  # fmt: skip
-
-
-def copying(nbytes: int) -> Bound:
-    """Every rank copies so many bytes in its own memory."""
-    arrays = Arrays(private(nbytes // ITEM_BYTES), private(nbytes // ITEM_BYTES))
-    source, target = arrays.x, arrays.out
-    assert source is not None
-    assert target is not None
-    source[:] = target[:] = 0
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            np.copyto(target, source)
-
-    return Bound(as_run(run), None, None)
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:

@@ -6,7 +6,8 @@ starts itself on 2 ranks, and on 4 for the last case, with the environment's MPI
 kernel's copies between processes, with words by which the ranks meet; no checks,
 no event loop, nobody else's turn. `bare / mpi4py` is what no Python code over these means
 can be below, beside the target of bench/collectives.py; `mpdist / bare` is what mpdist
-adds. Of the ways there are the fastest counts. Rounds, checks and arrays are those of
+adds. Of the ways there are the fastest counts. For what only copies, also copying in
+a rank's own memory. Rounds, checks and arrays are those of
 bench/collectives.py.
 """
 
@@ -23,7 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from goals import FOUR_RANK_ROWS, RAW, Goal, Row, two_rank_rows  # beside this script
+from copying import COPY, copying  # beside this script
+from goals import FOUR_RANK_ROWS, RAW, Goal, Row, two_rank_rows
 from measure import (
     Result,
     is_rank,
@@ -55,6 +57,8 @@ SLOT_ITEMS = 1024**2 // ITEM_BYTES
 # What is copied and added at a time, to stay in a core's cache.
 PIECE_ITEMS = 256 * 1024 // ITEM_BYTES
 SHOWN, READ = 0, 1
+# All that these do is copying, by every rank as much as its result takes.
+COPIED_ALONE = "all_gather", "all_to_all"
 
 Step = Callable[[int], None]
 """Does the operation once; the number is that of the repetition."""
@@ -421,7 +425,8 @@ class Floors(Bench):
         bounds |= floors
         wanted = self.expected(op, elements)
         await self.check(op, bounds, wanted)
-        _, seconds = await measure(bounds, self.raw, self.task.seconds)
+        copy = {COPY: copying(row.nbytes)} if row.op in COPIED_ALONE else {}
+        _, seconds = await measure({**bounds, **copy}, self.raw, self.task.seconds)
         await self.check(op, bounds, wanted)
         micro = {name: [each * 1e6 for each in kept] for name, kept in seconds.items()}
         floor = self._fastest(micro, floors)
@@ -431,6 +436,7 @@ class Floors(Bench):
             summary(f"{case}: {floor} / mpi4py", micro[floor], micro[mpi4py], target=goal.target, **about),
             summary(f"{case}: mpdist / {floor}", micro[goal.ours], micro[floor], **about),
         ]
+        found += [summary(f"{case}: {name} / mpi4py", micro[name], micro[mpi4py], **about) for name in copy]
         if self.world.rank == 0:
             for each in found:
                 print(f"{each.case}: {each.ratio:.2f}", file=sys.stderr, flush=True)

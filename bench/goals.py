@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from copying import COPY  # beside this script
+
 from mpdist.bench.case import GLOO, OURS, RAW_NOW, RESIDENT
 from mpdist.bench.sizes import UNITS
 
 KIB, MIB = UNITS["K"], UNITS["M"]
 RAW = "mpi4py"
-COPY = "np.copyto of as much by all ranks at once"
 
 
 @dataclass(frozen=True)

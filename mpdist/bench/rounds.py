@@ -13,6 +13,7 @@ and fewer rounds, for nothing so slow needs more to be seen.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Mapping
@@ -112,8 +113,7 @@ async def _rounds(
     for number in range(chosen.rounds):
         if number >= FEWEST_ROUNDS and agreement.slowest([time.perf_counter() - start])[0] > longest:
             break
-        first = number % len(names)  # nobody always runs after the same one
-        for name in names[first:] + names[:first]:
+        for name in random.Random(number).sample(names, len(names)):  # nobody always finds the caches of the same one
             count = chosen.repetitions[name]
             times[name].append(await _timed(bounds[name], agreement, count) / count)
     return times

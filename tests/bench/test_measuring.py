@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Collection
+from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,12 +97,15 @@ def test_plan_fills_the_time_within_its_limits() -> None:
 
 async def test_contenders_alternate_after_warming_up() -> None:
     calls: list[tuple[str, int]] = []
-    bounds = {name: Bound(as_run(lambda n, name=name: calls.append((name, n))), None, None) for name in "ab"}
+    bounds = {name: Bound(as_run(lambda n, name=name: calls.append((name, n))), None, None) for name in "abc"}
     chosen, seconds = await measure(bounds, Alone(), 0.01)
-    assert calls[: 2 * WARM_UPS] == [*[("a", 1)] * WARM_UPS, *[("b", 1)] * WARM_UPS]
+    assert calls[: 3 * WARM_UPS] == [(name, 1) for name in "abc" for _ in range(WARM_UPS)]
     assert all(len(kept) == chosen.rounds for kept in seconds.values())
-    rounds = [name for name, _ in calls][-2 * chosen.rounds :]
-    assert all(set(rounds[i : i + 2]) == {"a", "b"} for i in range(0, len(rounds), 2))
+    names = [name for name, _ in calls][-3 * chosen.rounds :]
+    rounds = [names[i : i + 3] for i in range(0, len(names), 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    followed = {pair for each in rounds for pair in pairwise(each)}
+    assert followed == set(permutations("abc", 2)), "some always run after the same one"
 
 
 class BesideASlowRank(Alone):
