@@ -38,6 +38,7 @@ from measure import Result, lines, mpi_name, positive, require, require_output, 
 from models import CASES, Case
 
 import mpdist
+from mpdist.bench.rounds import turns
 from mpdist.torch import DistributedDataParallel
 
 STEP_TARGETS = {"MLP, batch 64": 0.75, "MLP, batch 8": 0.55}
@@ -97,8 +98,7 @@ def measure(case: Case, comm: mpdist.Communicator, sides: dict[str, Side], round
         for side in sides.values():
             side.step(batches[number % 4])
     for number in range(rounds):
-        names = list(sides)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns(sides, number):
             comm.barrier().wait()
             sides[name].seconds.append(sides[name].step(batches[number % 4]))
     times = {}

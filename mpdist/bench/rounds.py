@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -108,15 +108,20 @@ async def _rounds(
 ) -> dict[str, list[float]]:
     """This rank's seconds per repetition; no further rounds after `longest` seconds."""
     times: dict[str, list[float]] = {name: [] for name in bounds}
-    names = list(bounds)
     start = time.perf_counter()
     for number in range(chosen.rounds):
         if number >= FEWEST_ROUNDS and agreement.slowest([time.perf_counter() - start])[0] > longest:
             break
-        for name in random.Random(number).sample(names, len(names)):  # nobody always finds the caches of the same one
+        for name in turns(bounds, number):
             count = chosen.repetitions[name]
             times[name].append(await _timed(bounds[name], agreement, count) / count)
     return times
+
+
+def turns(names: Iterable[str], number: int) -> list[str]:
+    """Their order in the round of this number, the same on all ranks; nobody always runs after the same one."""
+    known = list(names)
+    return random.Random(number).sample(known, len(known))
 
 
 async def _timed(bound: Bound, agreement: Agreement, count: int) -> float:
