@@ -27,6 +27,7 @@ from mpdist.gradients.talk import Conversation, Talk
 from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.heap import keep_freed
+from mpdist.memory.refusals import named
 from mpdist.progress.collective import take_over
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class GradientAverager:
             is_size = False
         if not is_size:
             raise UsageError(f"bucket_bytes is {bucket_bytes!r}; it must be a positive number")
+        if hasattr(arrays, "shape"):  # the elements of a vector would be averaged into new arrays, beside it
+            raise UsageError(f"arrays is {named(arrays)}; it must be a list of arrays: write [x] for a single one")
         self._comm = comm
         keep_freed(comm._channel.engine.keep_bytes)
         self._arrays = list(arrays)

@@ -434,9 +434,10 @@ def test_error_is_raised_again(comm: Communicator) -> None:
         ([np.zeros(2)] * 2, {"names": ["a"]}, "got 1 names for 2 arrays"),
         ([np.zeros((4, 4))[:, 1]], {}, "array 0: "),
         ([3.0], {}, "array 0: "),
+        (np.zeros(2), {}, r"arrays is a numpy.ndarray; it must be a list of arrays: write \[x\]"),
     ],
 )
-async def test_bad_arguments_are_refused(comm: Communicator, arrays: list, options: dict, text: str) -> None:
+async def test_bad_arguments_are_refused(comm: Communicator, arrays: Any, options: dict, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         GradientAverager(comm, arrays, **options)
 
