@@ -61,14 +61,14 @@ def info(options: argparse.Namespace) -> int:
     report = {
         "installation": installation(),
         "launcher": {**launcher_section(launcher), "this process": place_text(launched)},
-        "variables": variables(os.environ),
+        "variables": variables(os.environ) | variables_problem(os.environ),
     }
     if is_first and not options.json:
         print(as_text(report), flush=True)
     report["MPI"] = {"problem": problem} if problem else _mpi_or_problem(launcher, is_first)
     if is_first:
         print(json.dumps(report, indent=2) if options.json else as_text({"MPI": report["MPI"]}), flush=True)
-    return 1 if "problem" in report["MPI"] or "problem" in report["installation"] else 0
+    return 1 if any("problem" in report[title] for title in ("installation", "variables", "MPI")) else 0
 
 
 def _problem_of_place() -> str | None:
@@ -236,6 +236,15 @@ def variables(environ: Mapping[str, str]) -> Section:
         for name, value in sorted(environ.items())
         if name.startswith(VARIABLES) and not name.startswith(HIDDEN_VARIABLES)
     }
+
+
+def variables_problem(environ: Mapping[str, str]) -> Section:
+    """Why every start refuses one of the variables, as a `problem`; empty if none does."""
+    try:
+        Config.read(environ)
+    except UsageError as error:
+        return {"problem": str(error)}
+    return {}
 
 
 def as_text(report: Mapping[str, Section]) -> str:

@@ -25,6 +25,7 @@ from mpdist.cli.info import (
     tuning_table,
     ulfm_text,
     variables,
+    variables_problem,
     version,
 )
 from mpdist.cli.launcher import Kind, Launcher, find_launcher
@@ -149,6 +150,18 @@ def test_tuning_table_that_no_start_can_read_is_a_problem(tmp_path: Path, monkey
     assert tuning_problem({}) == {}
     default.write_text('{"version": 2, "tables": []}')
     assert str(default) in tuning_problem({})["problem"]
+
+
+def test_variable_that_every_start_refuses_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert variables_problem({"MPDIST_TIMEOUT": "5"}) == {}
+    monkeypatch.setenv("MPDIST_TIMEOUT", "5 s")
+    monkeypatch.setattr("mpdist.cli.info.gather_facts", lambda: FACTS)
+    monkeypatch.setattr("mpdist.cli.info.launched_as", lambda _: None)
+    assert info(argparse.Namespace(json=True)) == 1
+    problem = json.loads(capsys.readouterr().out)["variables"]["problem"]
+    assert problem == "environment variable MPDIST_TIMEOUT='5 s' is not valid: it must be a number of seconds >= 0"
 
 
 def test_text_is_aligned() -> None:
