@@ -182,7 +182,9 @@ class DatagramDoorbell(Doorbell):
             self._poller.close()
         for each in self._sockets:
             each.close()
-        self.flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
+        flags, self.flags = self.flags, bytearray(2 * self._size)
+        self.__class__ = SilentDoorbell  # type: ignore[assignment]  # a thread that still waits is about to look at it
+        flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
 
 
 def _has_come(fd: int, seconds: float) -> bool:

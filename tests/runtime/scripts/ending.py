@@ -420,5 +420,24 @@ def servants():
     time.sleep(0.5)
 
 
+def thread_that_waits():
+    """A daemon thread waits for a message that nobody sends, and goes on when the program has called finalize()."""
+    world = mpdist.init()
+    errors = []
+
+    def wait():
+        try:
+            world.recv(src=world.rank).wait()
+        except BaseException as error:
+            errors.append(type(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    mpdist.finalize()
+    thread.join()
+    assert errors == [asyncio.CancelledError], errors
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
