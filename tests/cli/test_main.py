@@ -113,6 +113,8 @@ def test_missing_script_is_refused_before_anything_starts() -> None:
         (["no_such.py"], "no script 'no_such.py' here"),
         (["--hostfile", "no_such_hosts", "x.py"], "the host file 'no_such_hosts' cannot be read"),
         (["python", "x.py"], "it starts Python itself: leave 'python' out"),
+        (["--hostfile", "", "x.py"], "--hostfile is empty; say what it is to be, or leave it out"),
+        (["--mpiexec", "", "x.py"], "--mpiexec is empty; say what it is to be, or leave it out"),
         ([".venv/bin/python3.12", "x.py"], "it starts Python itself: leave '.venv/bin/python3.12' out"),
     ],
 )
