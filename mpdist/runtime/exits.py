@@ -55,9 +55,9 @@ class Exit(SystemExit):
             _left = _described(self)
 
 
-def leave(status: object = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status)."""
-    raise Exit(status)
+def leave(code: object = None) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(code); `exit` and `quit` take it by this name, too."""
+    raise Exit(code)
 
 
 class _Stream(Protocol):

@@ -84,6 +84,7 @@ def test_rank_whose_process_is_gone_is_found() -> None:
 EXITS = {
     "sys.exit(3)": "3",
     "exit(3)": "3",
+    "exit(code=3)": "3",
     "sys.exit('text')": "'text'",
     "sys.exit()": "None",
     "pass": "None",
