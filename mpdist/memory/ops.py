@@ -67,8 +67,20 @@ _OPS: dict[str, ReduceOp] = {name: ReduceOp(name) for name in _UFUNCS if name !=
 OP_NAMES: tuple[str, ...] = tuple(_OPS)
 NAMES_BY_CODE: dict[int, str] = {code: name for name, code in _CODES.items()} | {_FUNCTION_CODE: "a function"}
 
-# Of one sequence, with a start or a key: with two arrays they give something else, or an error.
-_BUILTINS: dict[object, str] = {sum: "sum", min: "min", max: "max", any: "lor", all: "land"}
+# Of one sequence or array, with a start, a key or an axis: with two arrays they give something else, or an error.
+_OF_ONE: dict[object, str] = {
+    **dict.fromkeys((sum, np.sum), "sum"),
+    **dict.fromkeys((np.mean, np.average), "avg"),
+    np.prod: "prod",
+    **dict.fromkeys((min, np.min, np.amin), "min"),
+    **dict.fromkeys((max, np.max, np.amax), "max"),
+    **dict.fromkeys((any, np.any), "lor"),
+    **dict.fromkeys((all, np.all), "land"),
+}
+_KINDS_OF_ONE = BuiltinFunctionType, type(np.sum)
+
+# By the module of their type: those of whose calls they are.
+_FOREIGN = {"mpi4py.MPI": "mpi4py", "torch._C._distributed_c10d": "torch.distributed"}
 
 
 def premul_sum(factor: Factor) -> ReduceOp:
@@ -95,10 +107,11 @@ def as_op(op: object) -> ReduceOp:
         return known
     if isinstance(op, ReduceOp):
         return op
-    if isinstance(op, BuiltinFunctionType) and op in _BUILTINS:
-        raise UsageError(f"op={op!r} is Python's own, which takes one sequence; write op={_BUILTINS[op]!r}")
-    if type(op).__module__ == "mpi4py.MPI":
-        raise UsageError(f"op is one of mpi4py's, for its own calls; give the name: one of {', '.join(OP_NAMES)}")
+    if isinstance(op, _KINDS_OF_ONE) and op in _OF_ONE:
+        raise UsageError(f"op={op!r} reduces one sequence or array, and does not take two; write op={_OF_ONE[op]!r}")
+    library = _FOREIGN.get(type(op).__module__)
+    if library is not None:
+        raise UsageError(f"op is one of {library}'s, for its own calls; give the name: one of {', '.join(OP_NAMES)}")
     if callable(op):
         return ReduceOp(f"<{getattr(op, '__qualname__', type(op).__name__)}>", function=op)
     raise UsageError(

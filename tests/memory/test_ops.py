@@ -101,6 +101,23 @@ def test_pythons_functions_of_a_sequence_are_refused(op: Any, name: str) -> None
         as_op(op)
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(np.sum, "sum"), (np.prod, "prod"), (np.mean, "avg"), (np.average, "avg"), (np.min, "min"),
+     (np.amin, "min"), (np.max, "max"), (np.amax, "max"), (np.any, "lor"), (np.all, "land")],
+)  # fmt: skip
+def test_numpys_functions_of_an_array_are_refused(op: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"function {op.__name__}.*does not take two; write op='{name}'"):
+        as_op(op)
+
+
+def test_torchs_operations_are_refused_with_the_valid_names() -> None:
+    ops = pytest.importorskip("torch.distributed").ReduceOp
+    for op in (ops.SUM, ops.AVG):
+        with pytest.raises(UsageError, match=r"op is one of torch\.distributed's.*one of sum, avg, prod"):
+            as_op(op)
+
+
 @pytest.mark.parametrize("factor", ["2", None, [1.0], np.ones(1)])
 def test_a_factor_is_a_number(factor: Any) -> None:
     with pytest.raises(UsageError, match="needs a number"):
