@@ -32,6 +32,8 @@ def not_an_array(x: object) -> UnsupportedBuffer:
         if getattr(x, "is_nested", False):
             return _nested()
         return UnsupportedBuffer(got + "It has no memory of its own; unwrap it first (DTensor: x.to_local())")
+    if hasattr(x, "__await__"):
+        return UnsupportedBuffer(got + "Give its result: `await x`, or x.wait() of a Work where no event loop runs")
     if hasattr(x, "__array__"):
         return UnsupportedBuffer(got + "np.asarray(x) makes one")
     return UnsupportedBuffer(got + _OBJECT_HINT)

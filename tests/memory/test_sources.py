@@ -8,7 +8,7 @@ import enum
 import mmap
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PickleBuffer
 from types import ModuleType, SimpleNamespace
@@ -355,6 +355,11 @@ class Wrapper:
         return np.zeros(3)
 
 
+class Awaitable(Wrapper):
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
 # what is given -> the words that say what to do
 REFUSED: dict[str, tuple[object, str]] = {
     "None": (None, r"got None.*NumPy array"),
@@ -369,6 +374,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "dict": ({}, r"a dict.*send_object"),
     "enum": (Colour.RED, r"Colour.*send_object"),
     "wrapper": (Wrapper(), r"Wrapper.*np\.asarray"),
+    "awaitable": (Awaitable(), r"Awaitable.*its result: `await x`"),
     "object dtype": (np.array([None, 1]), r"dtype object.*send_object"),
     "datetime": (np.zeros(2, "M8[s]"), r"datetime64.*view\(np\.int64\)"),
     "timedelta": (np.zeros(2, "m8[s]"), r"timedelta64.*view\(np\.int64\)"),
