@@ -107,9 +107,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--mpi", choices=["auto", "mpich", "openmpi"], default="auto", help="whose mpiexec to take (default: the first)"
     )
-    add("--mpiexec", metavar="PATH", help="take this mpiexec")
+    add("--mpiexec", type=_word, metavar="PATH", help="take this mpiexec")
     add("--tag-output", action="store_true", help="put [rank] in front of every line of output")
-    add("--hostfile", metavar="FILE", help="file that lists the hosts, in the form of this MPI")
+    add("--hostfile", type=_word, metavar="FILE", help="file that lists the hosts, in the form of this MPI")
     add(
         "--launcher-arg", action="append", default=[], metavar="ARG",
         help="pass ARG to mpiexec; repeat for more; --launcher-arg=--map-by if it begins with a dash",
@@ -126,12 +126,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "after. Sizes and bandwidths are those of nccl-tests. Starts its ranks itself, or is started by a launcher."
     )
     add = parser.add_argument
-    add("--ops", metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
-    add("--sizes", metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
+    add("--ops", type=_word, metavar="OP,...", help="operations, as all_reduce,barrier (default: all)")
+    add("--sizes", type=_word, metavar="SIZES", help="8..64M, or 8,64K,1M (default 8..64M; with --tune 8..16M)")
     add("--factor", type=_factor, help="from one size to the next (default 4; with --tune 2)")
     add("-n", "-np", "--ranks", type=_positive, metavar="N", help="number of ranks (default 2)")
     add(
-        "--rivals", metavar="RIVAL,...",
+        "--rivals", type=_word, metavar="RIVAL,...",
         help="raw: mpi4py, blocking and not; tuned: the same in a second job whose MPI is tuned for one node; gloo: "
         "torch.distributed (default: all that are there)",
     )  # fmt: skip
@@ -141,12 +141,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for the rounds of one operation at one size (default 0.5; with --tune 0.2)",
     )
-    add("--json", metavar="FILE", help="add one JSON line for each case to this file")
-    add("--plot", metavar="FILE.png", help="write a picture")
+    add("--json", type=_word, metavar="FILE", help="add one JSON line for each case to this file")
+    add("--plot", type=_word, metavar="FILE.png", help="write a picture")
     add("--tune", action="store_true", help="measure each algorithm forced, and write this machine's thresholds")
     add("--mpi", choices=["auto", "mpich", "openmpi"], default="auto", help="as of mpdist run")
-    add("--mpiexec", metavar="PATH", help="as of mpdist run")
-    add("--hostfile", metavar="FILE", help="as of mpdist run")
+    add("--mpiexec", type=_word, metavar="PATH", help="as of mpdist run")
+    add("--hostfile", type=_word, metavar="FILE", help="as of mpdist run")
     add("--launcher-arg", action="append", default=[], metavar="ARG", help="as of mpdist run")
     # Of the jobs that it starts: who takes part, and where the cases go.
     add("--contender", action="append", help=argparse.SUPPRESS)
@@ -158,6 +158,12 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "Print what one needs to know to debug an installation. Also under mpiexec: then of all ranks, by rank 0."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _word(text: str) -> str:
+    if not text:  # often that of a variable that is not set
+        raise argparse.ArgumentTypeError("it is empty; say what it is to be, or leave it out")
+    return text
 
 
 def _positive(text: str) -> int:

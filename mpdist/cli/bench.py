@@ -85,7 +85,6 @@ def names(text: str, known: Sequence[str], what: str) -> list[str]:
 
 def bench(options: argparse.Namespace) -> int:
     """Carry out `mpdist bench`; returns the exit status."""
-    refuse_empty(options)
     launched = launched_as(os.environ)
     if options.tune:
         refuse_beside_tune(options)
@@ -126,17 +125,6 @@ def ops_of(options: argparse.Namespace, ranks: int) -> list[str]:
     if PING_PONG in ops and ranks == 1:
         raise UsageError(f"mpdist bench --ops {options.ops}: {PING_PONG} takes 2 ranks, not 1; use -n 2 or more")
     return ops
-
-
-def refuse_empty(options: argparse.Namespace) -> None:
-    """An empty word, often that of a variable that is not set, does not mean that the option is not given.
-
-    Raises:
-        UsageError: one is empty.
-    """
-    for name in ("ops", "sizes", "rivals", "json", "plot", "mpiexec", "hostfile"):
-        if getattr(options, name) == "":
-            raise UsageError(f"mpdist bench --{name} is empty; say what it is to be, or leave it out")
 
 
 def refuse_under_launcher(options: argparse.Namespace) -> None:

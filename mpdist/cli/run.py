@@ -82,7 +82,6 @@ SIOCGIFADDR = 0x8915
 
 def run(options: argparse.Namespace) -> int:
     """Carry out `mpdist run`; returns the job's exit status."""
-    refuse_empty(options)
     launcher = _choose_launcher(options)
     place = Placement(
         ranks=options.ranks,
@@ -113,17 +112,6 @@ def run(options: argparse.Namespace) -> int:
     for line in verdict.lines:
         print(line, file=sys.stderr, flush=True)
     return verdict.status
-
-
-def refuse_empty(options: argparse.Namespace) -> None:
-    """An empty word, often that of a variable that is not set, does not mean that the option is not given.
-
-    Raises:
-        UsageError: one is empty.
-    """
-    for name in ("mpiexec", "hostfile"):
-        if getattr(options, name) == "":
-            raise UsageError(f"mpdist run: --{name} is empty; say what it is to be, or leave it out")
 
 
 def _choose_launcher(options: argparse.Namespace) -> Launcher:

@@ -147,7 +147,9 @@ class DatagramDoorbell(Doorbell):
                 self._poller.register(each, select.EPOLLIN)
 
     def fileno(self) -> int:
-        return self._poller.fileno() if self._poller is not None else self._sockets[-1].fileno()
+        if self._poller is not None:
+            return self._poller.fileno()
+        return self._sockets[-1].fileno() if self._sockets else -1
 
     def sleep(self) -> None:
         self.flags[self._rank] = ASLEEP
@@ -182,8 +184,9 @@ class DatagramDoorbell(Doorbell):
             self._poller.close()
         for each in self._sockets:
             each.close()
-        flags, self.flags = self.flags, bytearray(2 * self._size)
-        self.__class__ = SilentDoorbell  # type: ignore[assignment]  # a thread that still waits is about to look at it
+        flags = self.flags
+        # What a thread that still waits looks at.
+        self._poller, self._sockets, self.flags = None, [], bytearray(2 * self._size)
         flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -73,6 +74,23 @@ def test_wrong_number_of_ranks_is_named(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["run", "-n", "2", option, "", "x.py"] for option in ("--mpiexec", "--hostfile")),
+        *(
+            ["bench", option, ""]
+            for option in ("--ops", "--sizes", "--rivals", "--json", "--plot", "--mpiexec", "--hostfile")
+        ),
+    ],
+)
+def test_empty_word_is_not_an_option_left_out(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert re.search(r"argument --\w+: it is empty; say what it is to be", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("kind", "variables"),
     [
         (Kind.MPICH, "PMI_RANK"),
@@ -113,8 +131,6 @@ def test_missing_script_is_refused_before_anything_starts() -> None:
         (["no_such.py"], "no script 'no_such.py' here"),
         (["--hostfile", "no_such_hosts", "x.py"], "the host file 'no_such_hosts' cannot be read"),
         (["python", "x.py"], "it starts Python itself: leave 'python' out"),
-        (["--hostfile", "", "x.py"], "--hostfile is empty; say what it is to be, or leave it out"),
-        (["--mpiexec", "", "x.py"], "--mpiexec is empty; say what it is to be, or leave it out"),
         ([".venv/bin/python3.12", "x.py"], "it starts Python itself: leave '.venv/bin/python3.12' out"),
     ],
 )
