@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpdist
-from mpdist import Communicator, UsageError, WorkTimeout
+from mpdist import ClosedError, Communicator, UsageError, WorkTimeout
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -276,6 +279,36 @@ def test_one_rank_is_late_in_a_backward_of_300_hooks(comm: Communicator) -> None
         assert last.steps[0].slowest == comm.size - 1
         if comm.rank != comm.size - 1:
             assert last.waiting > 0.05
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_backward_whose_wait_for_the_others_is_interrupted_is_the_last(comm: Communicator, steps: int) -> None:
+    """The next one would be averaged with this one of the others."""
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    net = mlp(6, 3)
+    try:
+        with wrapped(net, comm) as model:
+            for _ in range(steps):
+                model(torch.ones(4, 6).double()).sum().backward()
+            comm.barrier().wait()
+            model.comm.timeout = 20
+            loss = model(torch.ones(4, 6).double()).sum()
+            if comm.rank == 0:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+                with pytest.raises(InterruptedError):
+                    loss.backward()
+                with pytest.raises(ClosedError, match=r"interrupted.*wrap its \.module again"):
+                    model(torch.ones(4, 6).double()).sum().backward()
+        with wrapped(net, comm) as model:
+            model(torch.full((4, 6), float(comm.rank)).double()).sum().backward()
+            assert model.reducer.step == 1
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_inside_a_running_event_loop(comm: Communicator) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpdist.errors import ClosedError, WorkTimeout
+from mpdist.errors import ClosedError, MpdistError, WorkTimeout
 from mpdist.progress.callback import when_done
 from mpdist.torch.backward import end_backward
 from mpdist.torch.compiling import leave_alone
@@ -210,7 +210,10 @@ class Reducer:
 
     def _open(self, task: int = NO_TASK, is_absent: bool = False) -> None:
         if self.broken:
-            raise ClosedError(f"DistributedDataParallel cannot be used any more: {self.broken}")
+            raise ClosedError(
+                f"DistributedDataParallel on {self.where} cannot be used any more: {self.broken}; close() it and wrap "
+                "its .module again, on all ranks"
+            )
         running.check_apart(self)
         if self.before_start is not None:
             self.before_start()
@@ -391,6 +394,14 @@ class Reducer:
             with self.overlap.waiting():
                 self._start_full()
                 self._wait()
+        except MpdistError:
+            raise
+        except BaseException as error:  # a hook's, or what the handler of a signal has raised
+            self.broken = (
+                f"the end of its backward number {self.step} was interrupted by {type(error).__name__}, so the ranks "
+                "may be out of step"
+            )
+            raise
         finally:
             self._rest()
             self.is_expected = self._is_kept = self._has_derivatives
