@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from data_parallel.pairs import assert_equal, inputs, mlp, plain_step, train, wrapped
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
@@ -95,6 +95,24 @@ def test_join_of_several_with_a_sharded_optimizer(comm: Communicator, backend: A
         results.append([parameter.detach().clone() for parameter in model.parameters()])
         model.close()
     assert_equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_a_sharded_optimizer_may_step_in_a_hook(comm: Communicator, backend: Any, is_interleaved: bool) -> None:
+    """torch's hook learns the buckets in the first backward, and makes no step in that."""
+    make = ddp_zero_hook.hook_with_zero_step_interleaved if is_interleaved else ddp_zero_hook.hook_with_zero_step
+    (ours, theirs), x = pair(bucket_cap_mb=1e-4), inputs(comm, 0, (4, 6), torch.float64)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    ours.register_comm_hook(None, make(default_hooks.allreduce_hook, ours, optimizer))
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for number in range(4):
+        ours.zero_grad()
+        ours(x).square().mean().backward()
+        if number:
+            plain_step(theirs, plain, x, number)
+    assert_equal([*ours.parameters()], [*theirs.parameters()])
+    ours.close()
 
 
 def test_synchronised_batch_norm(comm: Communicator, backend: Any) -> None:

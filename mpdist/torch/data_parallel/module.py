@@ -341,6 +341,11 @@ class DistributedDataParallel(TorchDataParallel):
         self.static_graph = self.reducer.unused.is_static = True
         self.reducer.forget_buckets()
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]  # torch's is an attribute that it sets
+        """Whether buckets are what they will be, as torch's hook with a ZeroRedundancyOptimizer asks."""
+        return self.reducer.buckets is not None
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {"world_size": self.comm.size, "rank": self.comm.rank, "iteration": self.reducer.step}
 
