@@ -7,6 +7,7 @@ objects that it does not know. Marked before Dynamo is loaded, for loading it ta
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,12 @@ def leave_alone_itself(function: F) -> F:
     elif hasattr(frames, "skip_code"):
         frames.skip_code(function.__code__)
     return _marked(function)
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd runs a backward: its hooks are called, what is queued for its end is dropped."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
 def _frames() -> Any:

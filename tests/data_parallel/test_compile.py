@@ -9,7 +9,7 @@ import torch
 from data_parallel.pairs import assert_equal, inputs, mlp, wrapped
 from torch import Tensor, nn
 
-from mpdist import Communicator
+from mpdist import Communicator, UsageError
 
 pytestmark = [pytest.mark.ranks(1, 2), pytest.mark.limit(120)]
 
@@ -75,4 +75,30 @@ def test_a_compiled_step_of_training_has_the_same_parameters(comm: Communicator)
                 comm.all_reduce(parameter.grad, op="avg").wait()
             optimizers[1].step()
         assert_equal(list(net.parameters()), list(copy.parameters()))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_compiled_autograd_is_refused(comm: Communicator, has_unused: bool) -> None:
+    """It never calls what waits for the end of backward; an ordinary backward may follow."""
+    torch._dynamo.reset()
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm, find_unused_parameters=has_unused) as model:
+
+        def step(x: Tensor) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        x = inputs(comm, 0, (4, 6), torch.float64)
+        for _ in range(2):
+            with (
+                torch._dynamo.config.patch(compiled_autograd=True),
+                pytest.raises(UsageError, match="compiled autograd, whose end cannot be seen"),
+            ):
+                torch.compile(step, backend="eager")(x)
+            step(x)
+        expected = net[0].weight.grad.clone()
+        comm.broadcast(expected, 0).wait()
+        assert torch.equal(net[0].weight.grad, expected)
+        assert model.reducer.step == 2
     torch._dynamo.reset()

@@ -52,6 +52,15 @@ def hidden_entrance(where: str, name: str) -> UsageError:
     )
 
 
+def compiled_backward(where: str) -> UsageError:
+    """Backward has been compiled, and tells nobody when it is over."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: this backward is one of torch's compiled autograd, whose end cannot be "
+        "seen, so gradients would stay this rank's own; leave torch._dynamo.config.compiled_autograd False, for "
+        "torch.compile of the module compiles its backward without that"
+    )
+
+
 def is_replaced(where: str, name: str) -> UsageError:
     """A parameter without a gradient is no longer the module's."""
     return UsageError(

@@ -20,7 +20,7 @@ import torch
 from mpdist.errors import ClosedError, MpdistError, WorkTimeout
 from mpdist.progress.callback import when_done
 from mpdist.torch.backward import end_backward
-from mpdist.torch.compiling import leave_alone
+from mpdist.torch.compiling import is_backward_compiled, leave_alone
 from mpdist.torch.data_parallel import change, communication_hook, mistakes, outputs, plan, running, sparse
 from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
@@ -198,6 +198,8 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward that is to be averaged has begun in this thread."""
+        if is_backward_compiled():
+            raise mistakes.compiled_backward(self.where)
         if torch.is_grad_enabled():
             warnings.warn(
                 "backward(create_graph=True) through DistributedDataParallel: the averaged gradients have no graph; "
