@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpdist.algorithms import closing, groups
 from mpdist.comm.operation import Operations, operation
@@ -214,6 +214,13 @@ class Groups(Operations):
             self._leave(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
             return
         await self._close()
+
+    def __reduce__(self) -> NoReturn:
+        """Neither copied nor pickled: a copy that goes would close what this one still uses."""
+        raise TypeError(
+            "a communicator belongs to its process, and cannot be copied or pickled; dup() makes another one of the "
+            "same ranks"
+        )
 
     def __del__(self) -> None:
         if self._drop() and not self._is_node:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import warnings
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
@@ -35,6 +38,16 @@ async def test_split_makes_a_communicator_for_each_color(comm: Communicator) -> 
         assert len(set(names)) == 1
     everyone = await comm.all_gather_object((comm.rank % 2, part.name))
     assert len(set(everyone)) == len({color for color, _ in everyone})
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_communicator_is_neither_copied_nor_pickled(comm: Communicator, make: Callable[[object], object]) -> None:
+    async with comm.dup() as own:
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled; dup\(\) makes another"):
+            make(own)
+        gc.collect()
+        async with comm.dup():  # the dropped ones are closed
+            assert await total(own) == sum(own.ranks)
 
 
 async def test_split_orders_by_key_then_by_rank(comm: Communicator) -> None:
