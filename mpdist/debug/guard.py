@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpdist.algorithms.uneven import Parcel
 from mpdist.debug.leases import Leases, Span, changed, checksum
 from mpdist.debug.lines import caller
 from mpdist.memory import Buffer, Element, as_buffer, overlap
@@ -137,11 +137,9 @@ def _plain(arguments: Sequence[object], channel: Channel) -> list[object]:
 
 
 def _found(argument: object) -> Iterator[Buffer]:
-    """The buffers in an argument."""
-    if isinstance(argument, Buffer):
-        yield argument
-    elif isinstance(argument, list | tuple):
-        for each in argument:
-            yield from _found(each)
-    elif is_dataclass(argument) and hasattr(argument, "blocks"):  # a root's
-        yield from _found(argument.blocks)
+    """The buffers in an argument, not within a user's object, which may hold itself."""
+    blocks = argument.blocks if isinstance(argument, Parcel) else argument
+    if isinstance(blocks, Buffer):
+        yield blocks
+    elif isinstance(blocks, list | tuple):
+        yield from (each for each in blocks if isinstance(each, Buffer))

@@ -192,6 +192,14 @@ async def test_all_forms_of_collectives_pass(guarded: mpdist.Communicator) -> No
         await asyncio.gather(*[guarded.scatter(x if guarded.rank == 0 else None, 0) for _ in range(2)])
 
 
+async def test_an_object_that_holds_itself_is_broadcast(guarded: mpdist.Communicator) -> None:
+    ring: list[object] = ["ring"]
+    ring.append(ring)
+    got = await guarded.broadcast_object(ring if guarded.rank == 0 else None)
+    assert got[0] == "ring"
+    assert got[1] is got
+
+
 @pytest.mark.parametrize("count", [1, 10_000])
 async def test_one_array_may_be_read_by_several_reductions(guarded: mpdist.Communicator, count: int) -> None:
     """Also where it is small and goes through shared memory, which is a call of another form."""
