@@ -15,20 +15,21 @@ import numpy as np
 
 from mpdist.errors import CollectiveMismatch
 from mpdist.gradients.buckets import agreed_order, positions_of
-from mpdist.gradients.talk import Talk
+from mpdist.gradients.talk import Post, Talk, now
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
 
 
-def agree_on_order(comm: Communicator, seen: Sequence[int], count: int) -> Talk[list[int]]:
+def agree_on_order(comm: Communicator, seen: Sequence[int], count: int, post: Post = now) -> Talk[list[int]]:
     """The order of `count` arrays, from those in which the ranks have seen them become ready."""
-    positions = np.array(positions_of(seen, count), np.int64)
-    yield comm.all_reduce(positions)
+    positions = yield post(comm.all_reduce, np.array(positions_of(seen, count), np.int64))
     return agreed_order(positions.tolist())
 
 
-def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str], settings: str = "") -> Talk[None]:
+def check_descriptions(
+    comm: Communicator, what: str, descriptions: Sequence[str], settings: str = "", post: Post = now
+) -> Talk[None]:
     """Compare a list of descriptions between the ranks, and what is to be done with all of them.
 
     Raises:
@@ -37,11 +38,10 @@ def check_descriptions(comm: Communicator, what: str, descriptions: Sequence[str
     """
     text = json.dumps([settings, *descriptions]).encode()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
-    digests = np.empty((comm.size, digest.size), np.uint8)
-    yield comm.all_gather(digest, out=digests)
+    digests = yield post(comm.all_gather, digest, out=np.empty((comm.size, digest.size), np.uint8))
     if (digests == digests[0]).all():
         return
-    texts = yield comm.all_gather([np.frombuffer(text, np.uint8)])
+    texts = yield post(comm.all_gather, [np.frombuffer(text, np.uint8)])
     everyone = [json.loads(bytes(each)) for each in texts]
     chosen = [each.pop(0) for each in everyone]
     about, difference = (what, first_difference(everyone)) if len(set(chosen)) == 1 else ("settings", differing(chosen))

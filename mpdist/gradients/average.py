@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import UsageError
@@ -21,7 +22,7 @@ class Averaging:
     """A tree that is being averaged: await it, or wait for it, any number of times: it is averaged once."""
 
     def __init__(self, averager: GradientAverager, tree: Tree) -> None:
-        self._conversation = Conversation(_averaged(averager, tree))
+        self._conversation = Conversation(partial(_averaged, averager, tree, []))
         self._is_waited_for = False
 
     def __await__(self) -> Generator[Any, None, Tree]:
@@ -44,9 +45,11 @@ class Averaging:
             )
 
 
-def _averaged(averager: GradientAverager, tree: Tree) -> Talk[Tree]:
-    results = yield from averager.step_end()
-    return with_leaves(tree, iter(results))
+def _averaged(averager: GradientAverager, tree: Tree, results: list[list[Any]]) -> Talk[Tree]:
+    """`results` keeps those of the step, which is made once."""
+    if not results:
+        results[:] = [(yield from averager.step_end())]
+    return with_leaves(tree, iter(results[0]))
 
 
 def average(comm: Communicator, tree: Tree, *, op: str | ReduceOp = "avg", compress: str | None = None) -> Averaging:

@@ -23,7 +23,7 @@ from mpdist.gradients.bucket import Bucket, Place
 from mpdist.gradients.buckets import BUCKET_BYTES, assign_buckets
 from mpdist.gradients.device_bucket import DeviceBucket
 from mpdist.gradients.packing import Packing, check_maker, maker_like
-from mpdist.gradients.talk import Conversation, Talk
+from mpdist.gradients.talk import Conversation, Posted, Talk
 from mpdist.memory import Buffer, Device, Element, ReduceOp, as_buffer, as_op
 from mpdist.memory.accelerator import accelerator_of
 from mpdist.memory.heap import keep_freed
@@ -62,7 +62,7 @@ class GradientAverager:
     ```
 
     Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does, and several tasks or threads
-    may wait for one end. While a step is under way
+    may wait for one end; an end that was cancelled or interrupted is asked for again. While a step is under way
     nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does. Has a reduction
     failed, the end of the step raises its error, arrays may or may not hold their average, and the next step begins.
 
@@ -133,7 +133,9 @@ class GradientAverager:
         self._places: list[Place] = []
         self._homes: list[Bucket] = []  # of each array
         self._started = 0
-        self._ending: Conversation[list[Any]] | None = None
+        self._agreement = Posted()
+        self._results: list[Any] | None = None  # of a step whose end is not over
+        self._ending: Conversation[list[Any]] | None = None  # until somebody has got the results
 
     def ready(self, index: int, array: object = None) -> None:
         """Say that array `index` is complete for this step; from any thread, once a step.
@@ -164,6 +166,8 @@ class GradientAverager:
         if not 0 <= index < len(self._arrays):
             raise UsageError(f"index is {given!r}, the arrays are 0 to {len(self._arrays) - 1}")
         with self._lock:
+            if self._ending is not None and self._ending.is_over:  # nobody has got what it gave
+                self._ending = None
             if self._is_ready[index]:
                 self._comm._channel.check_usable("ready")
                 raise UsageError(
@@ -191,13 +195,16 @@ class GradientAverager:
         self._arrays[index], self._buffers[index] = array, buffer
 
     def _enter(self, index: int) -> None:
-        """Copy the array into its bucket, and start what may start."""
-        assert self._buckets is not None
+        """Copy the array into its bucket, unless another thread has, and start what may start."""
         place = self._places[index]
-        place.enter(self._buffers[index])
-        with self._lock:
-            self._homes[index].missing -= 1
-            self._start_full()
+        with place.copying:
+            if place.is_entered:
+                return
+            place.enter(self._buffers[index])
+            with self._lock:
+                place.is_entered = True
+                self._homes[index].missing -= 1
+                self._start_full()
 
     def _start_full(self) -> None:
         assert self._buckets is not None
@@ -211,41 +218,53 @@ class GradientAverager:
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         """The averaged arrays; those that can be written hold them."""
-        return self._end().__await__()
+        ending = self._end()
+        results = yield from ending.__await__()
+        if self._ending is ending:
+            self._ending = None
+        return results
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """The same where no event loop runs; `timeout` in seconds is for each message."""
-        return self._end().wait(timeout)
+        ending = self._end()
+        results = ending.wait(timeout)
+        if self._ending is ending:
+            self._ending = None
+        return results
 
     def _end(self) -> Conversation[list[Any]]:
         with self._lock:
             if self._ending is None or self._ending.is_broken_off:
-                self._ending = Conversation(self.step_end())
+                self._ending = Conversation(self.step_end)
             return self._ending
 
     def step_end(self) -> Talk[list[Any]]:
-        """What an await does, as a talk."""
+        """What an await does, as a talk; begun again it goes on from where it was."""
+        if self._results is None:
+            yield from self._averaged()
+            self._results = self._collected()
+        results = self._results
+        self._forget_step()
+        self._results = None
+        return results
+
+    def _averaged(self) -> Talk[None]:
+        """All arrays are averaged, in their buckets."""
         if self._buckets is None:
             try:
                 yield from self._agree()
             except MpdistError:
+                self._agreement = Posted()
                 self._forget_step()
                 raise
         try:
             self._enter_rest()
             with self._lock:
                 self._start_full()  # what was refused before
-        except BaseException:
+        except MpdistError:
             self._ending = None  # and may be again
             raise
-        try:
-            yield from self._reduced()
-            return self._collect()
-        except MpdistError:
-            raise
-        except BaseException:  # an interruption: all is where it was, so whoever asks again goes on from there
-            self._ending = None
-            raise
+        yield from self._reduced()
 
     def _enter_rest(self) -> None:
         for index, place in enumerate(self._places):
@@ -278,9 +297,10 @@ class GradientAverager:
             f"{name} {_text(buffer, f'device {devices.index(buffer.device)}')}"
             for name, buffer in zip(self._names, self._buffers, strict=True)
         ]
-        yield from check_descriptions(self._comm, "arrays", texts, self._settings)
+        post = self._agreement.again()
+        yield from check_descriptions(self._comm, "arrays", texts, self._settings, post)
         if self.order is None:
-            self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays))
+            self.order = yield from agree_on_order(self._comm, self._seen, len(self._arrays), post)
         self._make_buckets(self.order)
 
     def _make_buckets(self, order: Sequence[int]) -> None:
@@ -296,12 +316,12 @@ class GradientAverager:
             bucket = make(self._comm, self._packings[kind], [self._buffers[index] for index in group])
             buckets.append(bucket)
             places |= {index: (place, bucket) for index, place in zip(group, bucket.places, strict=True)}
-        self._buckets = buckets
         self._places = [places[index][0] for index in range(len(self._arrays))]
         self._homes = [places[index][1] for index in range(len(self._arrays))]
+        self._buckets = buckets
 
-    def _collect(self) -> list[Any]:
-        """Copy the results out, and be ready for the next step."""
+    def _collected(self) -> list[Any]:
+        """The results, copied out of the buckets."""
         try:
             for index, array in enumerate(self._arrays):
                 self._replace(index, array)
@@ -309,13 +329,10 @@ class GradientAverager:
             self._forget_step()
             self._ending = None
             raise
-        results = [
+        return [
             self._leave(x, buffer, place)
             for x, buffer, place in zip(self._arrays, self._buffers, self._places, strict=True)
         ]
-        self._forget_step()
-        self._ending = None
-        return results
 
     def _forget_step(self) -> None:
         """No array is ready."""

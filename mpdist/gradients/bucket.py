@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +22,20 @@ class Place:
 
     Attributes:
         is_entered: whether it is there in this step.
+        copying: held while it is copied in.
     """
 
-    __slots__ = ("_packing", "_room", "is_entered")
+    __slots__ = ("_packing", "_room", "copying", "is_entered")
 
     def __init__(self, packing: Packing, room: Array) -> None:
         self._packing = packing
         self._room = room
         self.is_entered = False
+        self.copying = threading.Lock()
 
     def enter(self, buffer: Buffer) -> None:
         """Copy the array in."""
         self._packing.enter(buffer.array(), self._room)
-        self.is_entered = True
 
     def leave(self, buffer: Buffer) -> None:
         """Copy the result into the array."""

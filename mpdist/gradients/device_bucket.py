@@ -45,7 +45,6 @@ class DevicePlace(Place):
         self._accelerator.follow(buffer)
         self._loan.marks.append(self._accelerator.copy_out(buffer, 0, self._octets))
         self.buffer = buffer
-        self.is_entered = True
 
     def leave(self, buffer: Buffer) -> None:
         """It has been copied into the array already, unless that has got other memory meanwhile."""

@@ -19,7 +19,6 @@ import pytest
 import mpdist
 from mpdist import CollectiveMismatch, Communicator, GradientAverager, SizeMismatch, UsageError
 from mpdist.gradients.packing import Packing
-from mpdist.gradients.talk import Conversation, Talk
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -306,37 +305,6 @@ async def test_where_the_communicator_is_lost_a_step_ends_with_the_first_failure
             await averager
 
 
-class InterruptedArray(np.ndarray):
-    """Ctrl-C comes while the averager looks at it again."""
-
-    comes = False
-
-    @property
-    def flags(self) -> object:
-        if self.comes:
-            self.comes = False
-            raise KeyboardInterrupt
-        return super().flags
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_an_interrupted_end_of_a_step_goes_on_when_asked_again(comm: Communicator) -> None:
-    """As in a notebook: it was interrupted for ever, and the other ranks waited in the next step."""
-    x = np.zeros(5).view(InterruptedArray)
-    averager = GradientAverager(comm, [np.zeros(3), x])
-    averager.wait()
-    for _ in range(3):
-        x[:] = comm.rank
-        averager.ready(0)
-        averager.ready(1)
-        x.comes = comm.rank == 0
-        if x.comes:
-            with pytest.raises(KeyboardInterrupt):
-                averager.wait()
-        averager.wait()
-        assert (x == (comm.size - 1) / 2).all()
-
-
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -576,52 +544,6 @@ async def test_jax_arrays_come_back_new(comm: Communicator, dtype: str) -> None:
         assert np.all(np.asarray(x, np.float64) == comm.rank)
 
 
-async def test_two_who_await_one_step_get_its_result(comm: Communicator) -> None:
-    """The one that is woken last does not answer for a message that is not done yet."""
-
-    def sums() -> Talk[str]:
-        for number in range(20):
-            x = np.full(50_000, comm.rank + number)
-            got = yield comm.all_reduce(x)
-            assert got is x
-            assert got[-1] == comm.size * (comm.size - 1) / 2 + comm.size * number
-        return "all"
-
-    conversation = Conversation(sums())
-
-    async def hold() -> str:
-        return await conversation
-
-    assert await asyncio.gather(hold(), hold()) == ["all", "all"]
-
-
-def test_two_threads_that_wait_for_one_step_get_its_result(comm: Communicator) -> None:
-    """Each step is taken by one of them: a generator runs once at a time, and the ranks post the same."""
-
-    class Slow(np.ndarray):
-        """Lets other threads run in the midst of a step."""
-
-        @property
-        def flags(self) -> Any:
-            time.sleep(0)
-            return super().flags
-
-    def sums() -> Talk[int]:
-        total = 0
-        for number in range(30):
-            x = np.full(3, comm.rank + number).view(Slow)
-            yield comm.all_reduce(x)
-            total += int(x[-1])
-        return total
-
-    for _ in range(10):
-        conversation = Conversation(sums())
-        with ThreadPoolExecutor(2) as pool:
-            waits = [pool.submit(conversation.wait) for _ in range(2)]
-        total = 30 * comm.size * (comm.size - 1) // 2 + comm.size * sum(range(30))
-        assert [wait.result() for wait in waits] == [total, total]
-
-
 @pytest.mark.parametrize("is_ready", [False, True])
 async def test_a_tensor_may_get_other_memory_between_steps(comm: Communicator, is_ready: bool) -> None:
     torch = pytest.importorskip("torch")
@@ -666,6 +588,30 @@ async def test_an_array_that_could_not_be_copied_is_copied_by_the_next_try(
             averager.ready(0)
     averager.ready(0)
     await averager
+    check(arrays, 1, comm.size)
+
+
+def test_the_end_of_a_step_waits_for_what_another_thread_copies(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = filled(0, comm.rank)
+    averager = GradientAverager(comm, arrays)
+    averager.wait()
+    refill(arrays, 1, comm.rank)
+    enter, is_copying = Packing.enter, threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_copying.set()
+            time.sleep(0.1)
+        enter(*arguments)
+
+    monkeypatch.setattr(Packing, "enter", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        ready = pool.submit(averager.ready, 1)
+        assert is_copying.wait(10)
+        averager.wait()
+        ready.result()
     check(arrays, 1, comm.size)
 
 
