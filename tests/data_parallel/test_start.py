@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist import CollectiveMismatch, Communicator, UsageError
+from mpdist import CollectiveMismatch, Communicator, UsageError, WorkTimeout
 from mpdist.torch import DistributedDataParallel, check
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -295,6 +296,25 @@ def test_a_buffer_may_get_another_shape_or_type_in_place(comm: Communicator, cha
                 extra.fill_(number + comm.rank + 1 / 3)
             model(inputs(comm, number, (5, 4), torch.float32)).sum().backward()
             assert torch.equal(extra, torch.full_like(extra, number + 1 / 3))
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_grows_on_one_rank_is_told(comm: Communicator) -> None:
+    """Whoever comes later finds that."""
+    net, text = nn.BatchNorm1d(4), ""
+    net.register_buffer("cache", torch.zeros(2))
+    # Whoever was refused has called one collective less, so that the communicator does not end well either.
+    with contextlib.suppress(CollectiveMismatch, WorkTimeout), wrapped(net, comm) as model:
+        model(inputs(comm, 0, (5, 4), torch.float32)).sum().backward()
+        if comm.rank == 1:
+            net.cache = torch.zeros(50)
+        model.comm.timeout = 2
+        try:
+            model(inputs(comm, 1, (5, 4), torch.float32))
+        except (CollectiveMismatch, WorkTimeout) as error:
+            text = str(error)
+    texts = comm.all_gather_object(text).wait()
+    assert any("has changed its size on some" in text and "broadcast_buffers=False" in text for text in texts)
 
 
 class Marked(nn.Module):

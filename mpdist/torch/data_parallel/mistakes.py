@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpdist.errors import UsageError
+from mpdist.errors import CollectiveMismatch, UsageError
 from mpdist.torch.data_parallel.slot import Slot
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ def compiled_backward(where: str) -> UsageError:
         f"DistributedDataParallel on {where}: this backward is one of torch's compiled autograd, whose end cannot be "
         "seen, so gradients would stay this rank's own; leave torch._dynamo.config.compiled_autograd False, for "
         "torch.compile of the module compiles its backward without that"
+    )
+
+
+def different_buffers(error: CollectiveMismatch) -> CollectiveMismatch:
+    """Ranks do not bring the same buffers before a forward, or are not all there."""
+    return CollectiveMismatch(
+        f"{error}. This call gives all ranks the module's buffers before a forward: if that of the other ranks is a "
+        "broadcast, too, a buffer has changed its size on some, as a cache that grows with the batch. Say "
+        "broadcast_buffers=False, or keep it as a plain attribute",
+        error.calls,
     )
 
 

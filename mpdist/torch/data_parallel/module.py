@@ -16,10 +16,10 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist.errors import ClosedError, UsageError
+from mpdist.errors import ClosedError, CollectiveMismatch, UsageError
 from mpdist.memory.heap import keep_freed
 from mpdist.torch.compiling import leave_alone, leave_alone_itself
-from mpdist.torch.data_parallel import options, placing, start
+from mpdist.torch.data_parallel import mistakes, options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.buffers import Buffers, has_buffers
 from mpdist.torch.data_parallel.ending import is_in_backward
@@ -212,7 +212,10 @@ class DistributedDataParallel(TorchDataParallel):
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         if not has_buffers(self.module):
             return
-        self._buffers_sync.broadcast([buffer for _, buffer in self._synced_buffers()], authoritative_rank)
+        try:
+            self._buffers_sync.broadcast([buffer for _, buffer in self._synced_buffers()], authoritative_rank)
+        except CollectiveMismatch as error:
+            raise mistakes.different_buffers(error) from error
 
     def _synced_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
