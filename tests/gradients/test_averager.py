@@ -613,6 +613,9 @@ def test_the_end_of_a_step_waits_for_what_another_thread_copies(
         averager.wait()
         ready.result()
     check(arrays, 1, comm.size)
+    refill(arrays, 2, comm.rank)
+    averager.wait()
+    check(arrays, 2, comm.size)
 
 
 def raising(kind: type[Exception]) -> Callable[..., None]:
