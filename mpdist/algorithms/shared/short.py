@@ -94,10 +94,12 @@ class ShortAllReduce(TwoWays):
             self._is_through = not team.were_mapped
             if self._is_through:
                 plan.slots.show(side, plan.nbytes, (0, self._x))
+                is_mapped = team.shared.offset_of(x) is not None
             else:
                 mine[at + X_AT] = place = team.place_of(x)
                 mine[at + OUT_AT] = place if out is x else team.place_of(out)
-            plan.slots.mark(side, team.shared.offset_of(x) is not None)
+                is_mapped = place >= 0
+            plan.slots.mark(side, is_mapped)
         else:
             mine[at + X_AT] = place = team.place_of(x)
             mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
