@@ -6,7 +6,8 @@ starts itself on 2 ranks, several times, and prints the worst of the medians. Ea
 rank computes with one thread. All sides hold the same model and take turns, one
 step each in every round; a step's time is that of the slower rank. `exposed` is a
 step's time less that of a step with a barrier in the place of averaging, taken
-within the same round. With MPDIST_FAKECLUSTER naming a program that makes several
+within the same round. `bare` averages by what it cannot do without, see `BareAveraging`:
+what no Python code over these means can be below. With MPDIST_FAKECLUSTER naming a program that makes several
 hosts on one machine, also how much of the communication is hidden between 2 hosts.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -24,7 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,16 +36,22 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Result, lines, mpi_name, positive, require, require_output, show  # beside this script
+from bare import Straight, Two  # beside this script
+from measure import Result, lines, mpi_name, positive, require, require_output, show
 from models import CASES, Case
 
 import mpdist
+from mpdist.bench.contenders import Arrays
 from mpdist.bench.rounds import turns
 from mpdist.torch import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from mpdist.transport.raw import Raw
 
 STEP_TARGETS = {"MLP, batch 64": 0.75, "MLP, batch 8": 0.55}
 EXPOSED, OVER_BACKEND, TINY, HIDDEN = 0.25, 0.7, 0.3, 0.8
 RESAMPLES = 500
+LINE_ITEMS = 16  # float32 in a line of the cache
 # A median is positive if all but so many percent of the resampled ones are.
 SURELY_ABOVE = 5
 
@@ -69,7 +77,32 @@ class Side:
         return perf_counter() - start
 
 
-def sides_of(case: Case, comm: mpdist.Communicator, groups: dict[str, Any], is_tiny: bool) -> dict[str, Side]:
+class BareAveraging:
+    """Gradients go, halved, to memory that both ranks map as they come, and are summed at the end; nothing else."""
+
+    def __init__(self, module: nn.Module, comm: mpdist.Communicator, raw: Raw) -> None:
+        parameters = [*module.parameters()][::-1]  # about in the order of backward
+        ends = list(itertools.accumulate(-(-each.numel() // LINE_ITEMS) * LINE_ITEMS for each in parameters))
+        memory = comm.empty(ends[-1], np.float32)
+        memory[:] = 0
+        flat = torch.from_numpy(memory)
+        for start, parameter in zip([0, *ends], parameters, strict=False):
+            self._let_go_to(flat[start : start + parameter.numel()].view(parameter.shape), parameter)
+        self._sum = Straight(Two(comm, raw), "bare", is_resident=True).all_reduce(Arrays(memory, None))
+
+    @staticmethod
+    def _let_go_to(place: Tensor, parameter: nn.Parameter) -> None:
+        def go(parameter: Tensor) -> None:
+            torch.mul(parameter.grad, 0.5, out=place)
+            parameter.grad = place
+
+        parameter.register_post_accumulate_grad_hook(go)
+
+    def end(self) -> None:
+        self._sum(0)
+
+
+def sides_of(case: Case, comm: mpdist.Communicator, raw: Raw, groups: dict[str, Any], is_tiny: bool) -> dict[str, Side]:
     """Each with a copy of the same model."""
     torch.manual_seed(0)
     module = case.make()
@@ -78,6 +111,8 @@ def sides_of(case: Case, comm: mpdist.Communicator, groups: dict[str, Any], is_t
     for name, group in groups.items():
         theirs = copy.deepcopy(module)
         sides[name] = Side(TorchDataParallel(theirs, process_group=group, gradient_as_bucket_view=True), theirs)
+    bare = copy.deepcopy(module)
+    sides["bare"] = Side(bare, bare, BareAveraging(bare, comm, raw).end)
     alone = copy.deepcopy(module)
     sides["barrier"] = Side(alone, alone, lambda: comm.barrier().wait())
     if is_tiny:
@@ -126,6 +161,12 @@ def results_of(name: str, mpi: str, times: dict[str, np.ndarray]) -> Iterator[Re
         single = times["one all_reduce each"] - barrier
         yield compared("exposed / one all_reduce each", ours - barrier, single, TINY)
     yield compared("step / step with a barrier", ours, barrier, None)
+    bare = times["bare"]
+    for side in ("gloo", "backend"):
+        if side in times:
+            yield compared(f"bare step / torch DDP over {side}", bare, times[side], None)
+            yield compared(f"bare exposed / torch DDP over {side}", bare - barrier, times[side] - barrier, None)
+    yield compared("exposed / bare exposed", ours - barrier, bare - barrier, None)
 
 
 def compare(case: str, mpi: str, ours: np.ndarray, theirs: np.ndarray, target: float | None) -> Result:
@@ -158,13 +199,16 @@ def groups_of(comm: mpdist.Communicator, folder: str | None) -> dict[str, Any]:
 
 def run_sides(comm: mpdist.Communicator, options: argparse.Namespace) -> list[Result]:
     """All models on this rank, every side in turn."""
+    from mpdist.transport.raw import Raw  # not before mpdist has started
+
+    raw = Raw()
     folder = tempfile.TemporaryDirectory() if comm.rank == 0 else None
     groups = groups_of(comm, folder.name if folder else None)
     found: list[Result] = []
     for name, case in CASES.items():
         if options.models not in name:
             continue
-        sides = sides_of(case, comm, groups, "tiny" in name)
+        sides = sides_of(case, comm, raw, groups, "tiny" in name)
         found += results_of(name, mpi_name(), measure(case, comm, sides, options.rounds))
         if comm.rank == 0:
             print(f"{name}: {sides['mpdist'].model.statistics()}", file=sys.stderr, flush=True)
