@@ -62,9 +62,10 @@ class GradientAverager:
     ```
 
     Any task may end a step that another began, as `asyncio.wait_for(averager, 60)` does, and several tasks or threads
-    may wait for one end; an end that was cancelled or interrupted is asked for again. While a step is under way
-    nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does. Has a reduction
-    failed, the end of the step raises its error, arrays may or may not hold their average, and the next step begins.
+    may wait for one end. One that was cancelled or interrupted goes on when it is asked for again. While a step is
+    under way nothing else may use collectives on `comm`: give it `comm.dup()` of its own where something does. Has a
+    reduction failed, the end of the step raises its error, arrays may or may not hold their average, and the next step
+    begins.
 
     Attributes:
         order: indices of the arrays in the order of the buckets, the same on all ranks; None before it is known.
