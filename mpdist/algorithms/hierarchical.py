@@ -49,10 +49,10 @@ def barrier(transport: Transport, channel: Channel) -> Steps[None]:
     if cluster is None:
         yield transport.ibarrier()
         return
-    yield cluster.team.enter_barrier()
+    yield from cluster.team.meet()
     if cluster.team.rank == 0 and cluster.rail is not None:
         yield cluster.rail.ibarrier()
-    yield cluster.team.enter_barrier()
+    yield from cluster.team.meet()
 
 
 def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from mpdist.comm.staged_calls import staged
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, as_buffer
+from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -113,6 +114,7 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def explained(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+        before = self._channel.sequence
         try:
             try:
                 return method(self, *args, **kwargs)
@@ -121,5 +123,9 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
             return staged(self, method, args, kwargs)  # type: ignore[no-any-return]  # what the method returns
         except UsageError as error:
             raise self._explained(op, error) from error.__cause__
+        except BaseException as error:
+            if self._channel.sequence != before and is_interruption(error):
+                self._channel.lost_hold_of(op)
+            raise
 
     return explained  # type: ignore[return-value]  # functools.wraps hides that it is a method

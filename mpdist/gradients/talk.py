@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpdist.errors import MpdistError
@@ -49,7 +50,8 @@ class Posted:
 
     def __call__(self, call: Callable[..., Work[Any]], *arguments: Any, **options: Any) -> Work[Any]:
         if self._next == len(self._works):
-            self._works.append(call(*arguments, **options))
+            # In one call: between two a signal's handler could raise, and the Work would be lost.
+            self._works.extend(starmap(partial(call, **options), (arguments,)))
         self._next += 1
         return self._works[self._next - 1]
 

@@ -13,6 +13,7 @@ from asyncio import current_task
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import starmap
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -185,7 +186,7 @@ class Channel:
             if work.sequence:
                 if work._steps is not None and not work.is_queued and work not in self.engine.active:
                     self.engine.active.append(work)
-                self._lost_hold_of(op)
+                self.lost_hold_of(op)
             elif self.signer is not None:
                 self.signer.take_back(self.sequence + 1)
             raise
@@ -227,7 +228,8 @@ class Channel:
                 if self.signer is not None and is_unchecked is not None:
                     self.signer.sign(self.sequence + 1, op, words, is_unchecked)
                 try:
-                    work._request = call(*arguments)
+                    # Held at once: after a call of a class a handler could raise, and others know of the request.
+                    [work._request] = starmap(call, (arguments,))
                 except BaseException as error:  # MPI's, or of a signal's handler
                     self._not_posted(work, call, arguments, error)
                     raise
@@ -248,7 +250,7 @@ class Channel:
             if work.sequence:
                 if work not in engine.active:
                     engine.active.append(work)
-                self._lost_hold_of(op)
+                self.lost_hold_of(op)
             raise
         return work
 
@@ -261,9 +263,9 @@ class Channel:
         if getattr(call, "__self__", None) is self.transport and is_interruption(error):
             work._left = arguments
             self.engine.wrecks.append(work)
-            self._lost_hold_of(work.op)
+            self.lost_hold_of(work.op)
 
-    def _lost_hold_of(self, op: str) -> None:
+    def lost_hold_of(self, op: str) -> None:
         """A signal's handler has raised when others knew of a collective, or may have, and its caller has no Work."""
         self.give_up(f"a signal's handler has interrupted {op} while it was posted, so its ranks may be out of step")
 

@@ -5,10 +5,14 @@ Each place is tried in turn, in each file that has to do with posting, see `inte
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import itertools
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,9 @@ import pytest
 from progress.interruptions import Interrupted, Interruptions, raising
 
 from mpdist import ClosedError, Communicator
+from mpdist.algorithms.shared.few import FewPlan
+from mpdist.algorithms.shared.short import ShortPlan
+from mpdist.algorithms.shared.small import SmallPlan
 from mpdist.progress import wire
 
 pytestmark = pytest.mark.ranks(2)
@@ -234,3 +241,42 @@ async def _call(comm: Communicator, each: Communicator, op: str, turn: int, plac
     result = await work
     if op != "barrier":
         assert np.sum(result) == comm.size * 4 * 10.0**turn, f"interrupted at place {place.number}"
+
+
+class _Pending:
+    """`come` makes the signal pending; until the next place its handler does not run, for no Python is called."""
+
+    send = staticmethod(partial(_thread.interrupt_main, signal.SIGUSR2))
+    come = property(methodcaller("send"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "count", "op"), [(FewPlan, 2, "avg"), (SmallPlan, 2_000, "sum"), (ShortPlan, 20_000, "sum")]
+)
+def test_one_that_others_have_heard_of_is_not_posted_again(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, plan: Any, count: int, op: str
+) -> None:
+    """It went unnoticed: who caught it posted a second one, and all later sums were of different calls."""
+    each = comm.dup().wait()
+    for _ in range(3):  # the ranks share memory from the second on
+        each.all_reduce(np.zeros(count), op).wait()
+    make, pending = plan.request, _Pending()
+
+    def made(*arguments: Any) -> Any:
+        request = make(*arguments)
+        pending.come  # noqa: B018  # which sends
+        return request
+
+    x = np.full(count, 1.0)
+    if comm.rank == 1:
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "request", staticmethod(made))
+            with pytest.raises(Interrupted):
+                each.all_reduce(x, op)
+        with pytest.raises(ClosedError, match="a signal's handler has interrupted all_reduce"):
+            each.all_reduce(x, op)
+    else:
+        each.all_reduce(x, op).wait()
+        assert (x == (1 if op == "avg" else comm.size)).all()
+    comm.barrier().wait()
+    each.close().wait()

@@ -55,7 +55,10 @@ def _two_ways(team: Team, other: Callable[[Team], ModuleType]) -> ModuleType:
 
 def barrier(transport: Transport, channel: Channel) -> Steps[None]:
     team = yield from team_of(channel)
-    yield transport.ibarrier() if team is None else team.enter_barrier()
+    if team is None:
+        yield transport.ibarrier()
+    else:
+        yield from team.meet()
 
 
 def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:

@@ -301,13 +301,19 @@ class Team:
         return before
 
     def enter_barrier(self) -> Reached:
-        """Tell that this member has come; the request is complete when all have."""
+        """Tell that this member has come; the request is complete when all have. Whoever posts it wakes the others."""
         if self.fence is not None:
             self.fence()
         number = self._barriers + 1
-        self._barriers = self.mine[BARRIER] = number  # between them no signal's handler runs
+        request = self.all_at(BARRIER, number)
+        self._barriers = self.mine[BARRIER] = number  # from here on no signal's handler runs
+        return request
+
+    def meet(self) -> Steps[None]:
+        """A barrier within a program."""
+        request = self.enter_barrier()
         self.ring()
-        return self.all_at(BARRIER, number)
+        yield request
 
     # ------------------------------------------------------------------ facts about a collective's arrays
 
