@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from time import monotonic
@@ -36,12 +37,22 @@ def check_timeout(seconds: object) -> None:
     Raises:
         UsageError: it is not.
     """
+    if seconds is not None and not _as_time(seconds) >= 0:
+        raise UsageError(f"timeout is a number of seconds >= 0, or None, got {_shown(seconds)}")
+
+
+def _as_time(seconds: object) -> float:
+    """What it is where it is added to the time of a clock; NaN where it can't be."""
     try:
-        is_valid = seconds is None or bool(seconds >= 0)  # type: ignore[operator]  # refused below
-    except (TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        raise UsageError(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
+        return float(0.0 + seconds)  # type: ignore[operator]  # what is no number raises
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _shown(seconds: object) -> str:
+    if isinstance(seconds, int) and seconds.bit_length() > 64:  # Python does not show thousands of digits
+        return f"an integer of {seconds.bit_length()} bits"
+    return repr(seconds)
 
 
 class Unseen:
@@ -149,12 +160,8 @@ class Work(Generic[T]):
         The text says who is waited for. A receive is withdrawn and all stays usable; after a
         collective the communicator refuses further use, for its ranks are out of step.
         """
-        try:
-            is_positive = bool(seconds > 0)
-        except (TypeError, ValueError):
-            is_positive = False
-        if not is_positive:
-            raise UsageError(f"within() needs a positive number of seconds, got {seconds!r}")
+        if not _as_time(seconds) > 0:
+            raise UsageError(f"within() needs a positive number of seconds, got {_shown(seconds)}")
         self.limit = seconds
         self.since = monotonic()
         self._channel.engine.limit(self)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import re
 import time
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -625,7 +626,7 @@ async def test_a_limit_that_is_kept_changes_nothing(comm: Communicator) -> None:
     assert (message.count, total[0], nothing) == (1, 2, None)
 
 
-@pytest.mark.parametrize("seconds", ["x", None, 0, -1, float("nan"), [1]])
+@pytest.mark.parametrize("seconds", ["x", None, 0, -1, float("nan"), [1], Decimal(1)])
 async def test_a_limit_that_is_no_time_is_refused(comm: Communicator, seconds: float) -> None:
     work = comm.recv(tag=5)
     with pytest.raises(mpdist.UsageError, match=re.escape(f"needs a positive number of seconds, got {seconds!r}")):
@@ -634,7 +635,7 @@ async def test_a_limit_that_is_no_time_is_refused(comm: Communicator, seconds: f
     assert work.cancel()
 
 
-@pytest.mark.parametrize("seconds", ["x", -1, float("nan"), [1]])
+@pytest.mark.parametrize("seconds", ["x", -1, float("nan"), [1], Decimal(1)])
 async def test_a_wait_for_no_time_is_refused(comm: Communicator, seconds: float) -> None:
     work = comm.recv(tag=5)
     words = re.escape(f"timeout is a number of seconds >= 0, or None, got {seconds!r}")
@@ -642,6 +643,21 @@ async def test_a_wait_for_no_time_is_refused(comm: Communicator, seconds: float)
         await asyncio.to_thread(work.wait, seconds)
     with pytest.raises(mpdist.UsageError, match=words):
         await asyncio.to_thread(mpdist.average(comm, np.ones(1)).wait, seconds)
+    with pytest.raises(mpdist.UsageError, match=words):
+        comm.timeout = seconds
+    assert work.cancel()
+
+
+@pytest.mark.parametrize("seconds", [10**400, 10**5000], ids=["long", "too long to be shown"])
+async def test_an_integer_that_no_clock_holds_is_no_time(comm: Communicator, seconds: int) -> None:
+    work = comm.recv(tag=5)
+    with pytest.raises(mpdist.UsageError, match=rf"got an integer of {seconds.bit_length()} bits"):
+        await asyncio.to_thread(work.wait, seconds)
+    with pytest.raises(mpdist.UsageError, match=rf"got an integer of {seconds.bit_length()} bits"):
+        work.within(seconds)
+    with pytest.raises(mpdist.UsageError, match=rf"got an integer of {seconds.bit_length()} bits"):
+        comm.timeout = seconds
+    assert (work.limit, comm.timeout) == (None, None)
     assert work.cancel()
 
 
