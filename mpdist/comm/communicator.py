@@ -192,7 +192,8 @@ class Communicator(Objects, Collectives, Groups):
                 if their GPUs can; its memory serves later arrays of about its size, and goes back at the end.
 
         Raises:
-            UsageError: `shape` is no shape, `dtype` no type that can be shared, or `device` no name of one.
+            UsageError: `shape` is none that an array can have, `dtype` no type that can be shared, or `device` no name
+                of one.
             Unavailable: CuPy is not installed, or there is no such GPU.
         """
         try:

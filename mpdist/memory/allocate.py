@@ -50,7 +50,8 @@ def shape_and_type(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tu
     """What NumPy makes of the shape and the type of an array that is to be shared.
 
     Raises:
-        UsageError: the shape is no shape, there is no such type, or the elements are Python objects.
+        UsageError: the shape is no shape, or none that an array can have; there is no such type, or the elements are
+            Python objects.
     """
     try:
         dims = _dims(shape)
@@ -65,6 +66,10 @@ def shape_and_type(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tu
             f"shared memory for an array of shape {dims} and type {of} was asked for; lengths are >= 0, and "
             "elements cannot be Python objects, which mean nothing to another process"
         )
+    try:  # one element for all of them, so that NumPy tells without the memory
+        np.ndarray(dims, of, np.empty(1, of), strides=(0,) * len(dims))
+    except ValueError as error:
+        raise UsageError(f"an array of shape {dims} and type {of} is impossible, make it smaller: {error}") from error
     return dims, of
 
 

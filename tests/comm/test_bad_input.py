@@ -374,6 +374,14 @@ def memory_cases() -> Iterator[Case]:
                 UsageError,
                 ("empty", f"shape is {shape!r}; it must be an integer or a sequence of integers"),
             )
+    for shape in (2**70, (0, 2**70), 2**62, (2**40, 2**40), (1,) * 65):
+        for device in ("cpu", "cuda"):
+            yield (
+                f"empty: shape {shape} on {device}",
+                lambda comm, shape=shape, device=device: comm.empty(shape, device=device),
+                UsageError,
+                ("empty", f"of shape {shape if isinstance(shape, tuple) else (shape,)} and type float32 is impossible"),
+            )
     yield "empty: a negative length", lambda comm: comm.empty((2, -1)), UsageError, ("empty", "(2, -1)", ">= 0")
     yield "empty: objects", lambda comm: comm.empty(2, object), UsageError, ("empty", "type object")
     yield "empty: no type", lambda comm: comm.empty(2, "float31"), UsageError, ("empty", "dtype is 'float31'")
