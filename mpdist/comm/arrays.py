@@ -15,7 +15,7 @@ from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared.team import Team
 from mpdist.comm.operation import Operations, host_buffer
 from mpdist.errors import SizeMismatch, UnsupportedBuffer, UsageError
-from mpdist.memory import Buffer, Element, ReduceOp, allocate_like, overlap
+from mpdist.memory import Buffer, Element, ReduceOp, allocate_like, function_name, overlap
 from mpdist.progress.channel import CALLER
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ def op_to_text(element: Element, nbytes: int, name: str, dst: int) -> str:
 
 
 def name_of(op: OpLike, deterministic: bool = False) -> str:
-    name = op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", repr(op)))
+    """An operation's name, the same on all ranks."""
+    name = op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", function_name(op)))
     return f"{name} in order" if deterministic else name
 
 

@@ -14,6 +14,7 @@ from mpdist.memory.ops import (
     check_op,
     finish,
     fold,
+    function_name,
     premul_sum,
     premultiply,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "finish",
     "fold",
     "from_integers",
+    "function_name",
     "is_same",
     "narrow_into",
     "overlap",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ class ReduceOp:
     """A reduction.
 
     Attributes:
-        name: "sum" and so on; "premul_sum"; for a user's function its qualified name in angle brackets.
+        name: "sum" and so on; "premul_sum"; for a user's function its name in angle brackets, see `function_name`.
         factor: what premul_sum multiplies each rank's input by.
         function: the user's function of two arrays.
     """
@@ -83,6 +84,16 @@ _KINDS_OF_ONE = BuiltinFunctionType, type(np.sum)
 _FOREIGN = {"mpi4py.MPI": "mpi4py", "torch._C._distributed_c10d": "torch.distributed"}
 
 
+def function_name(function: object) -> str:
+    """A function's qualified name; of what has none that of its type, or what a partial calls: no address is in it.
+
+    So it is the same on all ranks.
+    """
+    if isinstance(function, partial):
+        return f"partial({function_name(function.func)})"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 def premul_sum(factor: Factor) -> ReduceOp:
     """The sum over ranks of factor * x; each rank may have its own factor.
 
@@ -113,7 +124,7 @@ def as_op(op: object) -> ReduceOp:
     if library is not None:
         raise UsageError(f"op is one of {library}'s, for its own calls; give the name: one of {', '.join(OP_NAMES)}")
     if callable(op):
-        return ReduceOp(f"<{getattr(op, '__qualname__', type(op).__name__)}>", function=op)
+        return ReduceOp(f"<{function_name(op)}>", function=op)
     raise UsageError(
         f"op={op!r} is not a reduction; needed one of {', '.join(OP_NAMES)}, mpdist.premul_sum(factor), "
         "or a function of two arrays"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,9 +211,27 @@ async def test_many_that_agree_on_several_communicators_in_flight(comm: Communic
             await first.barrier()
 
 
+class Adding:
+    """It has no name, and says of itself what is this rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    def __repr__(self) -> str:
+        return f"<Adding of rank {self.rank}>"
+
+
 async def test_functions_as_op_and_colors_may_differ_in_what_says_nothing(comm: Communicator) -> None:
     """Two functions of one name; each rank has its own color."""
     added = await comm.all_reduce(np.ones(3), (lambda a, b: a + b) if comm.rank else (lambda a, b: b + a))
     assert (added == comm.size).all()
+    for op in (Adding(comm.rank), partial(np.add, dtype=np.float64), partial(Adding(comm.rank))):
+        for deterministic in (False, True):
+            assert (await comm.all_reduce(np.ones(3), op, deterministic=deterministic) == comm.size).all()
+        assert (await comm.reduce_scatter(np.ones(comm.size), op) == comm.size).all()
+        assert (await comm.scan(np.ones(2), op) == comm.rank + 1).all()
     async with comm.split(color=comm.rank % 2) as half:
         assert (await half.all_reduce(np.ones(1)))[0] == half.size

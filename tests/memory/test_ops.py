@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,12 @@ def test_an_unknown_operation_is_refused_with_the_valid_names(op: object) -> Non
 def test_a_function_is_never_taken_for_an_operation_of_that_name() -> None:
     assert as_op(np.add).name == "<add>"
     assert as_op(np.add).function is np.add
+
+
+def test_what_has_no_name_is_called_by_its_type_and_a_partial_by_its_function() -> None:
+    assert as_op(partial(partial(np.add), dtype=np.float64)).name == "<partial(add)>"
+    assert as_op(np.vectorize(divmod)).name == "<vectorize>"
+    assert as_op(partial(np.vectorize(divmod))).name == "<partial(vectorize)>"
 
 
 @pytest.mark.parametrize(("op", "name"), [(sum, "sum"), (min, "min"), (max, "max"), (any, "lor"), (all, "land")])
