@@ -140,6 +140,8 @@ class PointToPoint(Operations):
                 raise
         except UsageError as error:
             raise self._explained("sendrecv", error) from error.__cause__
+        except ClosedError as error:
+            raise self._channel.unusable("sendrecv") from error.__cause__
 
     @operation
     def probe(self, src: Source = ANY_SOURCE, tag: Tag = ANY_TAG) -> Work[ProbedMessage]:
@@ -161,6 +163,7 @@ class PointToPoint(Operations):
     def send_object(self, item: object, dst: int, tag: int = 0) -> Work[None]:
         """Send anything that pickles; arrays in it travel without copy, and must not change until it is done."""
         self._check_pickle()
+        self._channel.check_usable("send_object")
         return send_frames(self._channel, encode(item), self._rank(dst, "dst"), self._tag(tag))
 
     @operation

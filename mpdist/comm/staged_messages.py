@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 def send_from_device(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None]:
     """Post a message of an array on a device; the other arguments are checked."""
-    if channel.broken:
-        channel.refuse_call()
+    channel.check_usable("send")
     if dst != channel.rank and _way("send", channel, x) is Way.GIVEN:
         return _send_given(channel, x, dst, tag)
     return show(channel, x, dst, tag) or _send_staged(channel, x, dst, tag)

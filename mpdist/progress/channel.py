@@ -351,7 +351,11 @@ class Channel:
     def check_usable(self, op: str) -> None:
         """Raise ClosedError if a collective timed out or the order was broken here."""
         if self.broken:
-            raise ClosedError(f"{op} on {self.where()}: this communicator cannot be used any more: {self.broken}")
+            raise self.unusable(op)
+
+    def unusable(self, op: str) -> ClosedError:
+        """What an operation raises where use is refused."""
+        return ClosedError(f"{op} on {self.where()}: this communicator cannot be used any more: {self.broken}")
 
     def close(self, why: str, together: bool = False) -> None:
         """Refuse further use, and end what waits.
@@ -397,7 +401,7 @@ class Channel:
     def give_up(self, why: str) -> None:
         """Refuse further use, for this reason, but to be closed; what is pending goes on."""
         self.broken = why
-        self.isend = self.refuse_call
+        self.isend = self._refuse_to_send
         self.inbox.close()
 
     def refuse(self, why: str) -> None:
@@ -405,9 +409,8 @@ class Channel:
         self.give_up(why)
         self.__class__ = ClosedChannel
 
-    def refuse_call(self, *_: object, **__: object) -> Any:
-        """Raise ClosedError: it is closed."""
-        raise ClosedError(f"communicator {self.where()} cannot be used: {self.broken}")
+    def _refuse_to_send(self, *_: object) -> Any:
+        raise self.unusable("send")
 
     @property
     def is_closed(self) -> bool:
@@ -436,4 +439,8 @@ class ClosedChannel(Channel):
     def is_closed(self) -> bool:
         return True
 
-    post = post_apart = Channel.refuse_call
+    def post(self, op: str, *_: object, **__: object) -> Any:
+        raise self.unusable(op)
+
+    def post_apart(self, work: Work[Any]) -> Any:
+        raise self.unusable(work.op)

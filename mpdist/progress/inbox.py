@@ -331,11 +331,14 @@ class Inbox:
         """Refuse further receives."""
         self.__class__ = ClosedInbox
 
-    def _closed(self, *_: object, **__: object) -> Any:
-        self.channel.refuse_call()
-
 
 class ClosedInbox(Inbox):
     """The inbox of a closed channel, as another class: open ones need no check on the hot path."""
 
-    receive = receive_array = receive_probed = take_probed = Inbox._closed
+    def receive(self, receive: Receive) -> Any:
+        raise self.channel.unusable(receive.op)
+
+    def _refuse_to_receive(self, *_: Any, **__: Any) -> Any:
+        raise self.channel.unusable("recv")
+
+    receive_array = receive_probed = take_probed = _refuse_to_receive

@@ -151,8 +151,7 @@ def _send_to_self(channel: Channel, buffer: Buffer, tag: int) -> Work[None]:
 
 
 def _deliver_to_self(channel: Channel, incoming: Incoming) -> Work[None]:
-    if channel.broken:
-        channel.refuse_call()
+    channel.check_usable("send")
     engine = channel.engine
     engine.credit -= message_credit(incoming.nbytes)
     with engine.lock:

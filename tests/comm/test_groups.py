@@ -251,18 +251,33 @@ async def test_a_closed_communicator_refuses_everything(comm: Communicator) -> N
     part = await comm.dup()
     await part.close()
     x = np.zeros(comm.size)
-    calls = [
-        lambda: part.send(x, 0), lambda: part.send(np.zeros(10_000), 0), lambda: part.recv(), lambda: part.recv(x),
-        lambda: part.sendrecv(x, 0), lambda: part.probe(), lambda: part.send_object(1, 0), lambda: part.recv_object(),
-        lambda: part.barrier(), lambda: part.all_reduce(x), lambda: part.all_gather([x]), lambda: part.split(0),
-        lambda: part.dup(), lambda: part.broadcast_object(1), lambda: part.broadcast(x, 0),
-        lambda: part.all_to_all(x), lambda: part.all_gather(x), lambda: part.subgroup([part.rank]),
-        lambda: part.close(),
-    ]  # fmt: skip
-    for number, call in enumerate(calls):
-        with pytest.raises(mpdist.ClosedError) as caught:
-            call()
-        assert part.name in str(caught.value), number
+    calls = {
+        "send": [
+            lambda: part.send(x, 0), lambda: part.send(x, part.rank), lambda: part.send(np.zeros(10_000), 0),
+            lambda: part.send(bytearray(8), 0),
+        ],
+        "recv": [lambda: part.recv(), lambda: part.recv(x), lambda: part.recv(bytearray(8))],
+        "sendrecv": [lambda: part.sendrecv(x, 0)],
+        "probe": [lambda: part.probe()],
+        "send_object": [lambda: part.send_object(1, 0), lambda: part.send_object(1, part.rank)],
+        "recv_object": [lambda: part.recv_object()],
+        "barrier": [lambda: part.barrier()],
+        "all_reduce": [lambda: part.all_reduce(x), lambda: part.all_reduce(x, lambda a, b: a)],
+        "all_gather": [lambda: part.all_gather(x), lambda: part.all_gather([x])],
+        "all_to_all": [lambda: part.all_to_all(x)],
+        "broadcast": [lambda: part.broadcast(x, 0)],
+        "broadcast_object": [lambda: part.broadcast_object(1)],
+        "split": [lambda: part.split(0)],
+        "dup": [lambda: part.dup()],
+        "subgroup": [lambda: part.subgroup([part.rank])],
+        "close": [lambda: part.close()],
+    }  # fmt: skip
+    for op, ways in calls.items():
+        for number, call in enumerate(ways):
+            with pytest.raises(mpdist.ClosedError) as caught:
+                call()
+            place = f"{op} on '{part.name}' (rank {part.rank} of {part.size}): "
+            assert str(caught.value).startswith(place), (op, number)
     assert await total(comm) == sum(comm.ranks)
 
 
