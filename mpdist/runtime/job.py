@@ -57,6 +57,7 @@ FINALIZED = "mpdist was finalized"
 
 _job: Job | None = None
 _starting = threading.Lock()
+_ending = threading.RLock()  # a signal's handler may call finalize() while its thread is in it
 
 
 def init() -> Communicator:
@@ -174,7 +175,12 @@ class Job:
     # ------------------------------------------------------------------ ending
 
     def finish(self) -> None:
-        """Drain, agree, stop."""
+        """Drain, agree, stop; once, and whoever calls it meanwhile in another thread waits for that."""
+        with _ending:
+            if not self.is_closed:
+                self._finish()
+
+    def _finish(self) -> None:
         if self.is_guarded:
             self.hooks.report_forgotten_tasks()
         self.control.announce_finished()

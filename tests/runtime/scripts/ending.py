@@ -80,6 +80,27 @@ def finalize():
     sys.exit(0)
 
 
+def finalize_in_threads():
+    """Several threads call finalize() at once: all come back when it is over, and the end of the program is none."""
+    world = mpdist.init()
+    world.barrier().wait()
+    start = threading.Barrier(4)
+    closed = []
+
+    def end():
+        start.wait()
+        mpdist.finalize()
+        closed.append(world._channel.is_closed)
+
+    threads = [threading.Thread(target=end) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    end()
+    for thread in threads:
+        thread.join()
+    assert closed == [True] * 4
+
+
 def twice(world):
     """run() may be called several times, also beside init()."""
     assert mpdist.init() is world
