@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpdist
 from mpdist import ClosedError, Communicator, UsageError, WorkTimeout
+from mpdist.torch import DistributedDataParallel
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -309,6 +310,38 @@ def test_a_backward_whose_wait_for_the_others_is_interrupted_is_the_last(comm: C
             assert model.reducer.step == 1
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_wrapper_whose_backward_broke_off_is_closed_by_each_rank_for_itself(comm: Communicator) -> None:
+    """Its ranks have begun different numbers of collectives by then."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ArithmeticError("broken")
+
+    net = mlp(6, 10, 3, normed=True)
+    x = torch.ones(4, 6).double()
+    model = DistributedDataParallel(net, comm, bucket_cap_mb=1e-6)
+    model(x).sum().backward()
+    with pytest.raises(ArithmeticError):
+        model(Breaks.apply(x.requires_grad_())).sum().backward()
+    for work in model.comm._channel.unfinished():
+        work.wait()
+    if comm.rank == 0:
+        model(x)  # gives the others its buffers, and waits for none of them
+        model.close()
+    comm.barrier().wait()
+    if comm.rank != 0:
+        model.close()
+    net.zero_grad()
+    with wrapped(net, comm) as model:
+        model(x).sum().backward()
+        assert model.reducer.step == 1
 
 
 def test_inside_a_running_event_loop(comm: Communicator) -> None:

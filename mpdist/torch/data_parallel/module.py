@@ -256,7 +256,7 @@ class DistributedDataParallel(TorchDataParallel):
         channel = self.comm._channel
         if channel.is_closed:
             return
-        if channel.unfinished():  # of a backward that an exception ended
+        if self.reducer.broken or channel.unfinished():  # an exception ended a backward, perhaps of this rank alone
             self.comm._leave("its DistributedDataParallel was closed")
         else:
             finish(self.comm.close())
