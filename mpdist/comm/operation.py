@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from mpdist.comm.staged_calls import staged
 from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, as_buffer
-from mpdist.progress.interruption import is_interruption
+from mpdist.progress.interruption import is_of_handler
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -124,7 +124,7 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
         except UsageError as error:
             raise self._explained(op, error) from error.__cause__
         except BaseException as error:
-            if self._channel.sequence != before and is_interruption(error):
+            if self._channel.sequence != before and is_of_handler(error):
                 self._channel.lost_hold_of(op)
             raise
 
