@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import methodcaller
@@ -24,6 +25,7 @@ from mpdist.algorithms.shared.few import FewPlan
 from mpdist.algorithms.shared.short import ShortPlan
 from mpdist.algorithms.shared.small import SmallPlan
 from mpdist.progress import wire
+from mpdist.progress.channel import Channel
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -278,5 +280,30 @@ def test_one_that_others_have_heard_of_is_not_posted_again(
     else:
         each.all_reduce(x, op).wait()
         assert (x == (1 if op == "avg" else comm.size)).all()
+    comm.barrier().wait()
+    each.close().wait()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no handler runs after a call of a function of Python")
+def test_one_whose_work_was_not_handed_out_is_not_posted_again(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = comm.dup().wait()
+    post, pending = Channel.post_direct, _Pending()
+
+    def posted(*arguments: Any, **options: Any) -> Any:
+        work = post(*arguments, **options)
+        pending.come  # noqa: B018  # which sends
+        return work
+
+    if comm.rank == 1:
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "post_direct", posted)
+            with pytest.raises(Interrupted):
+                each.all_gather(np.ones(3))
+        with pytest.raises(ClosedError, match="a signal's handler has interrupted all_gather"):
+            each.all_gather(np.ones(3))
+    else:
+        assert each.all_gather(np.ones(3)).wait().sum() == 3 * comm.size
     comm.barrier().wait()
     each.close().wait()
