@@ -167,7 +167,7 @@ def op_to_text(element: Element, nbytes: int, name: str, dst: int) -> str:
 
 def name_of(op: OpLike, deterministic: bool = False) -> str:
     """An operation's name, the same on all ranks."""
-    name = op if isinstance(op, str) else str(getattr(op, "name", None) or getattr(op, "__name__", function_name(op)))
+    name = op if isinstance(op, str) else str(getattr(op, "name", None) or function_name(op))
     return f"{name} in order" if deterministic else name
 
 

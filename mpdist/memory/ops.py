@@ -91,7 +91,8 @@ def function_name(function: object) -> str:
     """
     if isinstance(function, partial):
         return f"partial({function_name(function.func)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    named = function if hasattr(function, "__name__") else type(function)
+    return str(getattr(named, "__qualname__", named.__name__))
 
 
 def premul_sum(factor: Factor) -> ReduceOp:

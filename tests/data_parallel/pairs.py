@@ -104,3 +104,15 @@ def mlp(*widths: int, dtype: torch.dtype = torch.float64, normed: bool = False) 
         if normed:
             layers.append(nn.BatchNorm1d(b))
     return nn.Sequential(*layers).to(dtype)
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("broken")

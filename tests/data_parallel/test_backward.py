@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel.pairs import assert_equal, both, inputs, mlp, wrapped
+from data_parallel.pairs import Breaks, assert_equal, both, inputs, mlp, wrapped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -314,15 +314,6 @@ def test_a_backward_whose_wait_for_the_others_is_interrupted_is_the_last(comm: C
 
 def test_a_wrapper_whose_backward_broke_off_is_closed_by_each_rank_for_itself(comm: Communicator) -> None:
     """Its ranks have begun different numbers of collectives by then."""
-
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            raise ArithmeticError("broken")
 
     net = mlp(6, 10, 3, normed=True)
     x = torch.ones(4, 6).double()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel.pairs import assert_equal, both, inputs, mlp, wrapped
+from data_parallel.pairs import Breaks, assert_equal, both, inputs, mlp, wrapped
 from torch import Tensor, nn
 
 from mpdist import ClosedError, Communicator, UsageError
@@ -224,15 +224,6 @@ def test_backward_for_some_tensors_averages_what_it_reaches(comm: Communicator, 
 
 
 def test_backward_that_broke_off_before_any_bucket_can_be_repeated(comm: Communicator) -> None:
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            raise ArithmeticError("broken")
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

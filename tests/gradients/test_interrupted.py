@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from progress.interruptions import Interrupted, Interruptions, Pending, raising
 
 import mpdist
 from mpdist import Communicator, GradientAverager
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
+
+FILES = "agreement", "average", "averager", "bucket", "buckets", "packing", "talk", "tree"
 
 
 class InterruptedArray(np.ndarray):
@@ -47,26 +48,13 @@ def test_an_interrupted_end_of_a_step_goes_on_when_asked_again(comm: Communicato
 
 
 def interrupted(number: int, end: Callable[[], object]) -> bool:
-    """End a step; Ctrl-C comes at the call of so many functions of the package, and the end is asked for again."""
-    left = number
-
-    def trace(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal left
-        if event == "call" and str(frame.f_globals.get("__name__", "")).startswith("mpdist.gradients"):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
-    before = sys.gettrace()
+    """End a step, interrupted at the place of this number, and ask for the end again; whether there is such a place."""
     try:
-        sys.settrace(trace)
-        end()
-    except KeyboardInterrupt:
+        with raising(), Interruptions(number, "gradients", FILES):
+            end()
+    except Interrupted:
         end()
         return True
-    finally:
-        sys.settrace(before)
     return False
 
 
@@ -97,3 +85,26 @@ def test_the_end_of_a_step_goes_on_wherever_it_was_interrupted(comm: Communicato
         goes_on = comm.broadcast_object(goes_on, 0).wait()
         number += 1
     assert number > 50
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce"])
+def test_what_the_first_step_has_just_posted_is_not_posted_again(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Its Work was lost where the handler came between the call and what keeps it."""
+    x = np.full(5, float(comm.rank))
+    averager = GradientAverager(comm, [x])
+    post, pending = getattr(Communicator, op), Pending()
+
+    def posted(*arguments: Any, **options: Any) -> Any:
+        work = post(*arguments, **options)
+        pending.come  # noqa: B018  # which sends
+        return work
+
+    if comm.rank == 0:
+        with raising(), monkeypatch.context() as patch:
+            patch.setattr(Communicator, op, posted)
+            with pytest.raises(Interrupted):
+                averager.wait()
+    averager.wait()
+    np.testing.assert_allclose(x, (comm.size - 1) / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,9 @@ def test_a_function_is_never_taken_for_an_operation_of_that_name() -> None:
 
 def test_what_has_no_name_is_called_by_its_type_and_a_partial_by_its_function() -> None:
     assert as_op(partial(partial(np.add), dtype=np.float64)).name == "<partial(add)>"
-    assert as_op(np.vectorize(divmod)).name == "<vectorize>"
-    assert as_op(partial(np.vectorize(divmod))).name == "<partial(vectorize)>"
+    assert as_op(np.vectorize(divmod)).name == "<divmod>"
+    assert as_op(methodcaller("fold")).name == "<methodcaller>"
+    assert as_op(partial(methodcaller("fold"))).name == "<partial(methodcaller)>"
 
 
 @pytest.mark.parametrize(("op", "name"), [(sum, "sum"), (min, "min"), (max, "max"), (any, "lor"), (all, "land")])

@@ -6,13 +6,15 @@ what is not Python, in some files of mpdist and where NumPy has functions of Pyt
 
 from __future__ import annotations
 
+import _thread
 import dis
 import signal
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -128,6 +130,13 @@ class Interruptions:
             signal.raise_signal(signal.SIGUSR2)
         elif self.left > 0:
             self.left -= 1
+
+
+class Pending:
+    """`come` makes the signal pending; its handler runs at the next place, for no Python is called by this."""
+
+    send = staticmethod(partial(_thread.interrupt_main, signal.SIGUSR2))
+    come = property(methodcaller("send"))
 
 
 @contextmanager

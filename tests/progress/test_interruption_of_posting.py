@@ -5,20 +5,16 @@ Each place is tried in turn, in each file that has to do with posting, see `inte
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import gc
 import itertools
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import pytest
-from progress.interruptions import Interrupted, Interruptions, raising
+from progress.interruptions import Interrupted, Interruptions, Pending, raising
 
 from mpdist import ClosedError, Communicator
 from mpdist.algorithms.shared.few import FewPlan
@@ -245,13 +241,6 @@ async def _call(comm: Communicator, each: Communicator, op: str, turn: int, plac
         assert np.sum(result) == comm.size * 4 * 10.0**turn, f"interrupted at place {place.number}"
 
 
-class _Pending:
-    """`come` makes the signal pending; until the next place its handler does not run, for no Python is called."""
-
-    send = staticmethod(partial(_thread.interrupt_main, signal.SIGUSR2))
-    come = property(methodcaller("send"))
-
-
 @pytest.mark.parametrize(
     ("plan", "count", "op"), [(FewPlan, 2, "avg"), (SmallPlan, 2_000, "sum"), (ShortPlan, 20_000, "sum")]
 )
@@ -262,7 +251,7 @@ def test_one_that_others_have_heard_of_is_not_posted_again(
     each = comm.dup().wait()
     for _ in range(3):  # the ranks share memory from the second on
         each.all_reduce(np.zeros(count), op).wait()
-    make, pending = plan.request, _Pending()
+    make, pending = plan.request, Pending()
 
     def made(*arguments: Any) -> Any:
         request = make(*arguments)
@@ -289,7 +278,7 @@ def test_one_whose_work_was_not_handed_out_is_not_posted_again(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = comm.dup().wait()
-    post, pending = Channel.post_direct, _Pending()
+    post, pending = Channel.post_direct, Pending()
 
     def posted(*arguments: Any, **options: Any) -> Any:
         work = post(*arguments, **options)
