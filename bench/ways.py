@@ -99,7 +99,7 @@ class OnePlace(Spread):
     """Each round where its slot begins."""
 
     def begin(self, side: int, nbytes: int) -> int:
-        return self._slots[side]
+        return self.slots[side]
 
 
 class ManyPlaces(Spread):
@@ -117,8 +117,8 @@ async def placed(world: mpdist.Communicator, kind: type[Spread]) -> mpdist.Commu
     team: Any = comm._channel.team
     spread = kind.__new__(kind)
     for name in Spread.__slots__:
-        setattr(spread, name, getattr(team._spread, name))
-    team._spread = spread
+        setattr(spread, name, getattr(team.spread, name))
+    team.spread = spread
     team._slots.clear()
     return comm
 

@@ -22,6 +22,8 @@ from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same, overlap
 
 if TYPE_CHECKING:
+    from mpdist.algorithms.shared.one_round import Plan
+    from mpdist.progress.collective import Words
     from mpdist.progress.work import Work
 
 
@@ -62,33 +64,36 @@ class Reductions(Arrays):
             if not deterministic:
                 source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
                 result = x if out is None else out
+                channel, nbytes = self._channel, target.nbytes
+                team = channel.team
+                if isinstance(team, Team) and type(op) is str:
+                    known = team.known.get((op, target.element, nbytes))
+                    if known is None:
+                        known = self._planned(team, op, target)
+                    if known:
+                        words, plan = known
+                        return channel.post_direct(
+                            "all_reduce",
+                            words,
+                            result,
+                            plan.request,
+                            team,
+                            plan,
+                            source or target,
+                            target,
+                            caller=2,
+                            is_unchecked=plan.is_unchecked,
+                        )
                 how = self._reduction(op, target)
                 if isinstance(how, Reduction):
-                    channel, nbytes = self._channel, target.nbytes
-                    words = (reduction_text, nbytes, how)
                     if nbytes >= self._large_from[how.sized_as["all_reduce"]]:
-                        team, is_unchecked = channel.team, are_few(how, nbytes)
-                        plan = plans.all_reduce(team, how, nbytes) if isinstance(team, Team) else None
-                        if plan is not None:
-                            return channel.post_direct(
-                                "all_reduce",
-                                words,
-                                result,
-                                plan.request,
-                                team,
-                                plan,
-                                source or target,
-                                target,
-                                caller=2,
-                                is_unchecked=is_unchecked,
-                            )
                         program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
-                        is_unchecked = is_unchecked or self._is_large_unchecked
+                        is_unchecked = are_few(how, nbytes) or self._is_large_unchecked
                         return channel.post(
                             "all_reduce", program, details, channel, source, target, how, is_unchecked=is_unchecked
                         )
                     if how.is_direct:
-                        call = channel.transport.iall_reduce
+                        call, words = channel.transport.iall_reduce, (reduction_text, nbytes, how)
                         return channel.post_direct(
                             "all_reduce", words, result, call, source, target, how.mpi_op, caller=2
                         )
@@ -97,6 +102,15 @@ class Reductions(Arrays):
         except UsageError as error:
             raise self._explained("all_reduce", error) from error.__cause__
         return self._all_reduce(x, op, out=out, deterministic=deterministic)
+
+    def _planned(self, team: Team, op: str, target: Buffer) -> tuple[Words, Plan] | tuple[()]:
+        """What makes it one request of a team, see `Team.known`."""
+        how, nbytes = self._reduction(op, target), target.nbytes
+        known: tuple[Words, Plan] | tuple[()] = ()
+        if isinstance(how, Reduction) and nbytes >= self._large_from[how.sized_as["all_reduce"]]:
+            plan = plans.all_reduce(team, how, nbytes)
+            known = () if plan is None else ((reduction_text, nbytes, how), plan)
+        return plans.kept(team.known, (op, target.element, nbytes), known)
 
     @operation
     def _all_reduce(self, x: object, op: OpLike, *, out: object, deterministic: bool) -> Work[Any]:

@@ -78,6 +78,9 @@ class Block:
         """The memory as bytes; the array keeps the block."""
         return np.asarray(self)
 
+    def is_of(self, arena: Arena) -> bool:
+        return self._arena is arena
+
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._arena.give_back(self.offset, self.nbytes)

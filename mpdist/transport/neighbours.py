@@ -81,9 +81,17 @@ class Neighbours:
 
     def offset_of(self, buffer: Buffer) -> int | None:
         """Where the buffer lies in this rank's arena; None for private memory."""
-        owner = buffer.owner
-        if not buffer.nbytes or (type(owner) is np.ndarray and owner.base is None):
+        nbytes, owner = buffer.nbytes, buffer.owner
+        if not nbytes:
             return None
+        if type(owner) is np.ndarray:
+            base = owner.base
+            if base is None:
+                return None
+            if type(base) is np.ndarray and base.nbytes == nbytes:  # maybe all of a block, which knows where it is
+                block: object = base.base
+                if type(block) is Block and block.is_of(self.arena):
+                    return block.offset
         return self.arena.offset_of(buffer.address, buffer.nbytes)
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:

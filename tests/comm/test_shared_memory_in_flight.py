@@ -125,6 +125,7 @@ async def test_small_all_reduces_of_more_sizes_than_are_remembered(comm: Communi
                 assert (await work).tolist() == [turn * made.size + made.size * (made.size - 1) / 2] * count
         team: Any = made._channel.team
         assert 0 < len(team.plans) <= KNOWN_PLANS
+        assert 0 < len(team.known) <= KNOWN_PLANS
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -163,6 +163,16 @@ def test_arenas_are_read_by_offset(comm: Communicator) -> None:
     assert offset is not None
     assert made.offset_of(as_buffer(np.empty(5))) is None
     assert made.offset_of(as_buffer(made.empty(0, np.float32))) is None
+    assert made.offset_of(as_buffer(made.empty((3, 5), np.int8))) is not None
+    whole = made.offset_of(as_buffer(x))
+    assert offset == whole + 10 * 3 * 8
+    for same in (x.view(np.int32), x.reshape(-1), x[:], np.ndarray(1200, np.uint8, x.base), x.base):
+        assert made.offset_of(as_buffer(same)) == whole
+    for shifted in (np.ndarray(148, np.float64, x.base, 16), np.frombuffer(x, np.float64)[2:], x.reshape(-1)[2:]):
+        assert made.offset_of(as_buffer(shifted)) == whole + 16
+    others = neighbours.connect(comm._channel.transport)
+    assert others is not None
+    assert made.offset_of(as_buffer(others.empty((50, 3), np.float64))) is None
     offsets = comm.all_gather(np.array([offset])).wait().reshape(-1)
     for rank in range(comm.size):
         world_rank = comm.ranks[rank]

@@ -54,6 +54,7 @@ class Broadcast(TwoWays):
     def _show(self, team: Team) -> None:
         plan, side, x = self._plan, self._side, self._held[0]
         at = FACTS_AT + side * FACTS
+        self._view()
         team.mine[at + ROOT] = plan.root
         if plan.cut is not None:
             self._is_through = False

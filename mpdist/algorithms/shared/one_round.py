@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word, kind_of
-from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, REDUCED, STAGED, Team
+from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, GIVEN_UP, REDUCED, STAGED, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
 
@@ -23,6 +23,7 @@ class Plan:
 
     Attributes:
         request: makes one of them.
+        is_unchecked: whether it compares nothing by itself, as MPI's calls.
         call: its word, but for its number.
         op: the operation, for texts.
         count: elements; nbytes: of them.
@@ -32,6 +33,7 @@ class Plan:
     __slots__ = ("call", "count", "element", "nbytes", "op")
 
     request: type[TeamRequest]
+    is_unchecked = False
 
     def __init__(self, op: str, element: Element, nbytes: int, reduces: ReduceOp | None = None) -> None:
         self.op = op
@@ -103,8 +105,6 @@ class OneRound(TeamRequest):
     def __init__(self, team: Team, plan: RoundPlan, x: Buffer, out: Buffer) -> None:
         self._plan = plan
         self._held = x, out
-        self._x = array = x.bare_array()
-        self._out = array if out is x else out.bare_array()
         self._team = team
         self._number = number = team.rounds + 1
         self._side = number & 1
@@ -142,6 +142,12 @@ class OneRound(TeamRequest):
         """Copy this member's array to where the others look for it, or put down where it is."""
         raise NotImplementedError
 
+    def _view(self) -> None:
+        """Make arrays of what it holds; some need none."""
+        x, out = self._held
+        self._x = array = x.bare_array()
+        self._out = array if out is x else out.bare_array()
+
     def _has_begun(self, team: Team) -> bool:
         """Whether those whose rounds come before this one are over, and it has shown its own."""
         under_way = team.under_way
@@ -169,6 +175,10 @@ class OneRound(TeamRequest):
     def _leave(self, team: Team) -> bool:
         self._team = None
         team.under_way.popleft()
+        return self._is_told()
+
+    def _is_told(self) -> bool:
+        """As `Test`, of one that is over."""
         if self._why is not None:
             raise self._why
         return True
@@ -192,9 +202,7 @@ class TwoWays(OneRound):
     def Test(self) -> bool:
         team = self._team
         if team is None:
-            if self._why is not None:
-                raise self._why
-            return True
+            return self._is_told()
         if self._is_done:
             return self._end(team) if self._is_through else self._has_gone_straight(team)
         if (team.under_way[0] is not self or team.mine[STAGED] < self._number) and not self._has_begun(team):
@@ -238,12 +246,19 @@ class TwoWays(OneRound):
 
     def _has_gone_straight(self, team: Team) -> bool:
         """Whether the others are done with this one's arrays; then it is over."""
-        number = self._number
-        if team.mine[CONSUMED] < number:
-            team.note(REDUCED, number)
-            team.tell(CONSUMED, number)
-        if not team.have_come(CONSUMED, number):
-            return False
+        number, mine = self._number, team.mine
+        if mine[CONSUMED] < number:
+            if team.fence is not None:
+                team.fence()
+            mine[REDUCED] = mine[CONSUMED] = number
+            team.ring()
+        for line in team.others:  # as `have_come`, without its call
+            if line[CONSUMED] < number:
+                if line[GIVEN_UP]:
+                    team.check_there(line, CONSUMED, number)
+                return False
+        if team.fence is not None:
+            team.fence()
         team.channel.engine.credit -= self._plan.credit
         for line in team.others:
             if line[FAILED] == number:

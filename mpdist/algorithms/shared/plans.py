@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.algorithms.shared.broadcast import BroadcastPlan
 from mpdist.algorithms.shared.few import FewPlan, are_few
@@ -26,6 +26,8 @@ SMALL_OF_PAIR_BYTES = 32 * 1024
 # So many plans a team keeps, whose views hold no memory of their own.
 KNOWN_PLANS = 256
 
+V = TypeVar("V")
+
 
 def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     """That of the team; None where an all_reduce of its members is done in another way."""
@@ -43,7 +45,7 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
         kind = SlicedPlan
     else:
         return None
-    return _kept(team, (how, nbytes), kind(team, how, nbytes))
+    return kept(team.plans, (how, nbytes), kind(team, how, nbytes))
 
 
 def all_reduce_in_order(team: Team, how: Reduction, nbytes: int) -> Plan | None:
@@ -51,7 +53,7 @@ def all_reduce_in_order(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     if not are_few(how, nbytes):
         return all_reduce(team, how, nbytes)
     key = SmallPlan, how, nbytes
-    return team.plans.get(key) or _kept(team, key, SmallPlan(team, how, nbytes))
+    return team.plans.get(key) or kept(team.plans, key, SmallPlan(team, how, nbytes))
 
 
 def reduce_scatter(team: Team, how: Reduction, nbytes: int) -> Plan | None:
@@ -60,7 +62,7 @@ def reduce_scatter(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     plan = team.plans.get(key)
     if plan is not None or how.op.factor is not None or nbytes > SLOT_BYTES:
         return plan
-    return _kept(team, key, ReduceScatterPlan(team, how, nbytes))
+    return kept(team.plans, key, ReduceScatterPlan(team, how, nbytes))
 
 
 def broadcast(team: Team, element: Element, nbytes: int, src: int) -> Plan | None:
@@ -69,11 +71,12 @@ def broadcast(team: Team, element: Element, nbytes: int, src: int) -> Plan | Non
     plan = team.plans.get(key)
     if plan is not None or nbytes > SLOT_BYTES:
         return plan
-    return _kept(team, key, BroadcastPlan(team, element, nbytes, src))
+    return kept(team.plans, key, BroadcastPlan(team, element, nbytes, src))
 
 
-def _kept(team: Team, key: tuple[Any, ...], plan: Plan) -> Plan:
-    if len(team.plans) == KNOWN_PLANS:
-        team.plans.clear()
-    team.plans[key] = plan
-    return plan
+def kept(known: dict[Any, V], key: tuple[Any, ...], value: V) -> V:
+    """Put it down for the next one, after all others have been forgotten where they are too many."""
+    if len(known) == KNOWN_PLANS:
+        known.clear()
+    known[key] = value
+    return value

@@ -10,14 +10,26 @@ from __future__ import annotations
 from itertools import starmap
 from operator import length_hint, setitem
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpdist.algorithms.shared.moving import SCRATCH
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import cuts
-from mpdist.algorithms.shared.team import FACTS, FACTS_AT, KNOWN_SHARES, OUT_AT, PACE, X_AT, Team
+from mpdist.algorithms.shared.team import (
+    CALL_AT,
+    FACTS,
+    FACTS_AT,
+    GIVEN_UP,
+    KNOWN_SHARES,
+    OUT_AT,
+    PACE,
+    STAGED,
+    START_AT,
+    X_AT,
+    Team,
+)
 from mpdist.memory.quiet import QUIET, Call
 from mpdist.transport.reach import Remote
 
@@ -25,15 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mpdist.algorithms.reduction import Reduction
+    from mpdist.algorithms.shared.pace import Pace
     from mpdist.memory import Buffer
     from mpdist.memory.elements import Array
 
 # Up to so much private memory goes through slots in any case; straight takes as long at best.
 SLOTS_BYTES = 64 * 1024
-
-
-Places: TypeAlias = tuple[int, int, int, int]
-"""Where this member's x and out are, and the other's, see Team.place_of."""
 
 
 class ShortPlan(AllReducePlan):
@@ -42,36 +51,60 @@ class ShortPlan(AllReducePlan):
     Attributes:
         pace: by which way private memory goes; None: through slots, and so does mapped memory but where the last one
             of both was mapped.
-        mine: the slice that this member reduces where nothing goes through slots.
         is_first: whether this is the first member.
+        peer: the other one.
+        mine: the slice that this member reduces where nothing goes through slots.
     """
 
-    __slots__ = ("is_first", "mine", "pace")
+    __slots__ = ("_own", "_theirs", "is_first", "mine", "pace", "peer")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
         self.pace = team.paces["all_reduce"] if nbytes > SLOTS_BYTES else None
         self.is_first = team.rank == 0
+        self.peer = 1 - team.rank
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
+        # By where they begin; there are no more than places in slots, see `spread`.
+        self._own: dict[int, Array] = {}
+        self._theirs: dict[int, Array] = {}
+
+    def room(self, start: int) -> Array:
+        """Where this member shows its array, from this byte of its arena on."""
+        known = self._own.get(start)
+        if known is None:
+            known = self._own[start] = self.slots.array(1 - self.peer, start, self.count)
+        return known
+
+    def shown(self, start: int) -> Array:
+        """What the other shows, by what it has told of where."""
+        known = self._theirs.get(start)
+        if known is None:
+            known = self._theirs[start] = self.slots.array(self.peer, start if start >= 0 else ~start, self.count)
+        return known
 
     def reducing(self, mine: Array, theirs: Array, out: Array) -> list[Call]:
         """In the order of ranks."""
         first, second = (mine, theirs) if self.is_first else (theirs, mine)
         return self.folder.calls_for_pair(first, second, out)
 
-    def between_mapped(self, team: Team, places: Places) -> list[Call] | None:
+    def between_mapped(self, team: Team, mine: memoryview, other: memoryview, at: int) -> list[Call] | None:
         """This member's whole share, to be made once, where all arrays of both are mapped; None where one is not."""
-        key = self.call, *places
+        key = self.call, mine[at + X_AT], mine[at + OUT_AT], other[at + X_AT], other[at + OUT_AT]
         known = team.shares.get(key)
-        if known is None and min(places) >= 0:
-            own, peer = team.rank, 1 - team.rank
-            members = own, own, peer, peer
-            arrays: list[Any] = [team.memory(*at, self.count, self.element) for at in zip(members, places, strict=True)]
-            x, out, theirs, target = (array[self.mine] for array in arrays)
-            if len(team.shares) == KNOWN_SHARES:
-                team.shares.clear()
-            known = team.shares[key] = [*self.reducing(x, theirs, out), (setitem, target, ..., out)]
+        return self._between_mapped(team, key) if known is None else known
+
+    def _between_mapped(self, team: Team, key: tuple[int, ...]) -> list[Call] | None:
+        _, *places = key
+        if min(places) < 0:
+            return None
+        own, peer = team.rank, self.peer
+        members = own, own, peer, peer
+        arrays: list[Any] = [team.memory(*at, self.count, self.element) for at in zip(members, places, strict=True)]
+        x, out, theirs, target = (array[self.mine] for array in arrays)
+        if len(team.shares) == KNOWN_SHARES:
+            team.shares.clear()
+        known = team.shares[key] = [*self.reducing(x, theirs, out), (setitem, target, ..., out)]
         return known
 
 
@@ -87,53 +120,104 @@ class ShortAllReduce(TwoWays):
     _start = _shown = 0.0
 
     def _show(self, team: Team) -> None:
-        plan, side, mine, pace = self._plan, self._side, team.mine, self._plan.pace
-        x, out = self._held
-        at = FACTS_AT + side * FACTS
-        if pace is None:
-            self._is_through = not team.were_mapped
-            if self._is_through:
-                plan.slots.show(side, plan.nbytes, (0, self._x))
-                is_mapped = team.shared.offset_of(x) is not None
-            else:
-                mine[at + X_AT] = place = team.place_of(x)
-                mine[at + OUT_AT] = place if out is x else team.place_of(out)
-                is_mapped = place >= 0
-            plan.slots.mark(side, is_mapped)
+        pace, mine, start_at = self._plan.pace, team.mine, START_AT + self._side
+        if pace is not None:
+            self._show_by_pace(team, pace)
+        elif team.were_mapped:
+            self._is_through = False
+            place = self._show_places(team)
+            mine[start_at] = ~place if place >= 0 else 0
         else:
-            mine[at + X_AT] = place = team.place_of(x)
-            mine[at + OUT_AT] = out_place = place if out is x else team.place_of(out)
-            mine[at + PACE] = pace.word
-            is_through = pace.is_through_slots(plan.nbytes)
-            start = perf_counter()
-            if place < 0 and out_place < 0:
-                self._is_private = True
-                if is_through:
-                    self._is_through = True
-                    plan.slots.show(side, plan.nbytes, (0, self._x))
-            self._shown = perf_counter() - start
+            self._is_through = True
+            self._fill(team)
+            if team.shared.offset_of(self._held[0]) is not None:
+                mine[start_at] = ~mine[start_at]
 
-    def _go_on(self, team: Team) -> bool:
-        if not self._have_come(team):
-            return False
-        plan, side, other = self._plan, self._side, team.others[0]
-        at, pace = FACTS_AT + side * FACTS, plan.pace
-        if pace is None:
-            team.were_mapped = plan.slots.are_marked(side)
+    def _show_by_pace(self, team: Team, pace: Pace) -> None:
+        plan, at = self._plan, FACTS_AT + self._side * FACTS
+        place = self._show_places(team)
+        team.mine[at + PACE] = pace.word
+        is_through = pace.is_through_slots(plan.nbytes)
+        start = perf_counter()
+        if place < 0 and team.mine[at + OUT_AT] < 0:
+            self._is_private = True
+            if is_through:
+                self._is_through = True
+                self._fill(team)
+        self._shown = perf_counter() - start
+
+    def _show_places(self, team: Team) -> int:
+        """Put down where this member's arrays are; gives x's."""
+        x, out = self._held
+        at = FACTS_AT + self._side * FACTS
+        team.mine[at + X_AT] = place = team.place_of(x)
+        team.mine[at + OUT_AT] = place if out is x else team.place_of(out)
+        return place
+
+    def _fill(self, team: Team) -> None:
+        """Copy x into the slot."""
+        self._view()
+        plan, side, spread = self._plan, self._side, team.spread
+        if spread.plain:
+            spread.plain -= 1
+            start = spread.slots[side]
+            plan.room(start)[...] = self._x
         else:
-            pace.hear((team.mine if plan.is_first else other)[at + PACE])
-            if other[at + X_AT] >= 0 or other[at + OUT_AT] >= 0:
-                self._is_private = self._is_through = False
-            self._start = self._start or perf_counter()
+            start = spread.begin(side, plan.nbytes)
+            plan.room(start)[...] = self._x
+            spread.end(plan.nbytes)
+        team.mine[START_AT + side] = start
+
+    def Test(self) -> bool:
+        team = self._team
+        if team is None:
+            return self._is_told()
+        if self._is_done:
+            return self._end(team) if self._is_through else self._has_gone_straight(team)
+        number, side, plan = self._number, self._side, self._plan
+        mine, other = team.mine, team.others[0]
+        if (team.under_way[0] is not self or mine[STAGED] < number) and not self._has_begun(team):
+            return False
+        if other[STAGED] < number:
+            if other[GIVEN_UP]:
+                team.check_there(other, STAGED, number)
+            return False
+        if team.fence is not None:
+            team.fence()
+        if other[CALL_AT + side] != self._call:
+            self._fail(team)
+        start = other[START_AT + side]
+        if plan.pace is None:
+            team.were_mapped = start < 0 and mine[START_AT + side] < 0
+        else:
+            self._follow(team, plan.pace)
         if not self._is_through:
-            return self._go_straight(team)
-        if not self._goes_on():
-            self._make(plan.reducing(self._x, plan.slots.shown(side, 1 - team.rank)[: plan.count], self._out))
-        if pace is not None and plan.is_first and not team.spread.is_trying:
-            pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
+            known = plan.between_mapped(team, mine, other, FACTS_AT + side * FACTS)
+            if known is None:
+                return self._go_straight(team)
+            if self._calls is None:
+                self._calls = iter(known)
+            for _ in starmap(QUIET.call, self._calls):
+                pass
+            self._is_done = True
+            return self._has_gone_straight(team)
+        if self._calls is None:
+            self._calls = iter(plan.reducing(self._x, plan.shown(start), self._out))
+        for _ in starmap(QUIET.call, self._calls):
+            pass
+        if plan.pace is not None and plan.is_first and not team.spread.is_trying:
+            plan.pace.took(plan.nbytes, True, self._shown + perf_counter() - self._start)
         team.channel.engine.credit -= plan.credit
         self._is_done = True
         return self._end(team)
+
+    def _follow(self, team: Team, pace: Pace) -> None:
+        """Go by the way that both know of now, and hear which is to be the next one's."""
+        mine, other, at = team.mine, team.others[0], FACTS_AT + self._side * FACTS
+        pace.hear((mine if self._plan.is_first else other)[at + PACE])
+        if other[at + X_AT] >= 0 or other[at + OUT_AT] >= 0:
+            self._is_private = self._is_through = False
+        self._start = self._start or perf_counter()
 
     def _has_gone_straight(self, team: Team) -> bool:
         if not super()._has_gone_straight(team):
@@ -144,15 +228,11 @@ class ShortAllReduce(TwoWays):
         return True
 
     def _do_share(self, team: Team) -> None:
+        self._view()
         plan, part, at = self._plan, self._plan.mine, FACTS_AT + self._side * FACTS
-        mine, other = team.mine, team.others[0]
+        other = team.others[0]
         x_at, out_at = other[at + X_AT], other[at + OUT_AT]
-        known = plan.between_mapped(team, (mine[at + X_AT], mine[at + OUT_AT], x_at, out_at))
-        if known is not None:
-            if not self._goes_on():
-                self._make(known)
-            return
-        peer, out = 1 - team.rank, self._out[part]
+        peer, out = plan.peer, self._out[part]
         theirs: Any = team.memory(peer, x_at, plan.count, plan.element)
         if not self._goes_on():
             if type(theirs) is Remote:

@@ -52,6 +52,11 @@ class Slots:
         self._spread.end(nbytes)
         self._mine[self._start_at + side] = start
 
+    def array(self, member: int, start: int, count: int) -> Array:
+        """Elements of a member's arena, from a byte of it on."""
+        first = start // self._itemsize
+        return self._arenas[member][first : first + count]
+
     def shown(self, side: int, member: int) -> Array:
         """What a member shows, from the first element of its round on; it has told of it."""
         start = self._lines[member][self._start_at + side]

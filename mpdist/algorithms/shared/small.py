@@ -50,6 +50,7 @@ class SmallAllReduce(OneRound):
 
     def _show(self, team: Team) -> None:
         plan, side = self._plan, self._side
+        self._view()
         if plan.is_spread:
             plan.slots.show(side, self._x.nbytes, (0, self._x))
         else:
@@ -58,9 +59,7 @@ class SmallAllReduce(OneRound):
     def Test(self) -> bool:
         team = self._team
         if team is None:
-            if self._why is not None:
-                raise self._why
-            return True
+            return self._is_told()
         if self._is_done:
             return self._end(team)
         number, call, call_at = self._number, self._call, CALL_AT + self._side

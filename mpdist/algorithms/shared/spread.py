@@ -37,7 +37,13 @@ Starts = tuple[int, int]
 
 
 class Spread:
-    """Where one member's rounds begin."""
+    """Where one member's rounds begin.
+
+    Attributes:
+        slots: where those do that begin in their slots.
+        plain: so many of the next ones begin there, and are not timed; whoever writes one may count it here instead of
+            calling `begin` and `end`.
+    """
 
     __slots__ = (
         "_ask",
@@ -47,10 +53,11 @@ class Spread:
         "_large_bytes",
         "_map",
         "_round",
-        "_slots",
         "_times",
         "_turns",
         "_unmapped",
+        "plain",
+        "slots",
     )
 
     def __init__(
@@ -66,7 +73,8 @@ class Spread:
             large: gives large ones of so many bytes, if there is memory; it is asked once.
             map_now: maps so many bytes from a byte on.
         """
-        self._slots = slots
+        self.slots = slots
+        self.plain = 0
         self._ask: Callable[[], Starts | None] | None = large
         self._large: Starts | None = None
         self._large_bytes = large_bytes
@@ -80,11 +88,18 @@ class Spread:
 
     def begin(self, side: int, nbytes: int) -> int:
         """Where the next round of `nbytes` begins, an even or an odd one; it is written from now until `end`."""
+        start = self.slots[side]
+        if self.plain:
+            self.plain -= 1
+            return start
         self._round = count = (self._round + 1) % CYCLE
         if count >= 2 * SAMPLES:
             self._began = 0.0
-            return self._next(side, nbytes) if self._is_wide else self._slots[side]
-        start = self._slots[side]
+            if self._is_wide:
+                return self._next(side, nbytes)
+            self._round = CYCLE - 1
+            self.plain = self._round - count
+            return start
         if count >= SAMPLES:
             if self._ask is not None:
                 self._large, self._ask = self._ask(), None
@@ -96,7 +111,7 @@ class Spread:
         """The next place of a large slot, or the slot where there is none."""
         large = self._large
         if large is None:
-            return self._slots[side]
+            return self.slots[side]
         width = nbytes + -nbytes % LINE_BYTES or LINE_BYTES
         self._turns[side] = turn = self._turns[side] + 1
         start = turn % (self._large_bytes // width) * width

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mpdist.memory.elements import Array
     from mpdist.memory.quiet import Call
     from mpdist.progress.channel import Channel
-    from mpdist.progress.collective import Steps
+    from mpdist.progress.collective import Steps, Words
     from mpdist.transport.neighbours import Neighbours
     from mpdist.transport.requests import Request
 
@@ -168,6 +168,7 @@ class Team:
         fence: what keeps the order of memory accesses; None where the processor does.
         under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
+        known: words and plan of all_reduces that are such requests, by op, type and bytes; empty: they are not.
         shares: this member's, of short all_reduces between mapped arrays, by the call and where all arrays are.
         were_mapped: whether the arrays of the last sliced all_reduce, or short one without a pace, were mapped by all.
         paces: of each operation, by which way a pair's private memory goes.
@@ -206,6 +207,7 @@ class Team:
         self._sleeping = channel.engine.doorbell.flags
         self.under_way: deque[OneRound] = deque()
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.known: dict[tuple[str, Element, int], tuple[Words, Plan] | tuple[()]] = {}
         self.shares: dict[tuple[int, ...], list[Call]] = {}
         self.paces = {op: Pace() for op in OPERATIONS}
         self.few: Few | None = None
