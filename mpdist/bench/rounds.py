@@ -3,8 +3,9 @@
 The machine may be shared, and its cores far apart for whole runs: only times of
 the same rounds are compared. A round of a contender is as many repetitions as
 make it long enough for the clock; its time is that of the slowest rank, divided
-by the repetitions. What is decided is decided from times of the slowest rank,
-which all ranks know.
+by the repetitions. Up to ten before them, a tenth of them at most, are not timed:
+then the caches are the contender's own. What is decided is decided from times of
+the slowest rank, which all ranks know.
 
 Some calls of some MPIs take seconds. They are measured too, with fewer warm-ups
 and fewer rounds, for nothing so slow needs more to be seen.
@@ -125,6 +126,9 @@ def turns(names: Iterable[str], number: int) -> list[str]:
 
 
 async def _timed(bound: Bound, agreement: Agreement, count: int) -> float:
+    warm_ups = min(WARM_UPS, count // 10)
+    if warm_ups:
+        await bound.run(warm_ups)
     agreement.fence()
     start = time.perf_counter()
     await bound.run(count)

@@ -101,7 +101,11 @@ async def test_contenders_alternate_after_warming_up() -> None:
     chosen, seconds = await measure(bounds, Alone(), 0.01)
     assert calls[: 3 * WARM_UPS] == [(name, 1) for name in "abc" for _ in range(WARM_UPS)]
     assert all(len(kept) == chosen.rounds for kept in seconds.values())
-    names = [name for name, _ in calls][-3 * chosen.rounds :]
+    last = calls[-6 * chosen.rounds :]
+    warm_ups, timed = last[::2], last[1::2]
+    assert [(name, chosen.repetitions[name]) for name, _ in warm_ups] == timed
+    assert all(1 <= count <= min(WARM_UPS, chosen.repetitions[name] / 10) for name, count in warm_ups)
+    names = [name for name, _ in timed]
     rounds = [names[i : i + 3] for i in range(0, len(names), 3)]
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
     followed = {pair for each in rounds for pair in pairwise(each)}
