@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from mpdist.comm.staged_calls import staged
-from mpdist.errors import InvalidRank, UnsupportedBuffer, UsageError
+from mpdist.errors import InvalidRank, MpdistError, UnsupportedBuffer, UsageError
 from mpdist.memory import HOST, Buffer, as_buffer
 from mpdist.progress.interruption import is_of_handler
 
@@ -126,6 +126,8 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
         except BaseException as error:
             if self._channel.sequence != before and is_of_handler(error):
                 self._channel.lost_hold_of(op)
+            if isinstance(error, Exception) and not isinstance(error, MpdistError):  # of an object's own code, mostly
+                error.add_note(f"in {op} on {self._channel.where()}")
             raise
 
     return explained  # type: ignore[return-value]  # functools.wraps hides that it is a method

@@ -93,6 +93,16 @@ async def test_a_roots_object_that_does_not_pickle_raises_on_all_ranks(comm: Com
     assert await comm.all_gather_object(1) == [1] * comm.size
 
 
+def test_pickles_own_error_says_where(comm: Communicator) -> None:
+    """Nobody else hears of it: nothing was posted."""
+    for call in (comm.all_gather_object, comm.gather_object, lambda item: comm.send_object(item, 0)):
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # pickle raises several
+            call(lambda: None)
+        (note,) = caught.value.__notes__
+        assert note.endswith(f"_object on {comm._channel.where()}")
+    comm.barrier().wait()
+
+
 async def test_a_long_refusal_is_shortened_not_lost(comm: Communicator) -> None:
     class Talkative:
         def __reduce__(self) -> Any:
