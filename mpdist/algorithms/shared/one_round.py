@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word, kind_of
-from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, GIVEN_UP, REDUCED, STAGED, Team
+from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, GIVEN_UP, REDUCED, STAGED, START_AT, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
 
 if TYPE_CHECKING:
     from mpdist.algorithms.reduction import Reduction
     from mpdist.memory import Buffer, Element, ReduceOp
+    from mpdist.memory.elements import Array
 
 
 class Plan:
@@ -60,13 +61,42 @@ class RoundPlan(Plan):
 
 
 class AllReducePlan(RoundPlan):
-    """Of all_reduces of one op; `folder` is what reduces."""
+    """Of all_reduces of one op.
 
-    __slots__ = ("folder",)
+    Attributes:
+        rank: of this member.
+        folder: what reduces.
+    """
+
+    __slots__ = ("_views", "folder", "rank")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, all_reduce_of(how.element), how.element, nbytes, how.op)
+        self.rank = team.rank
         self.folder = how.folder
+        # Of each member, by where they begin; no more than there are places in its slots, see `spread`.
+        self._views: list[dict[int, Array]] = [{} for _ in team.members]
+
+    def fill(self, team: Team, side: int, x: Array) -> None:
+        """Copy x into this member's slot, and put down where it begins."""
+        spread = team.spread
+        if spread.plain:
+            spread.plain -= 1
+            start = spread.slots[side]
+            self.view(self.rank, start)[...] = x
+        else:
+            start = spread.begin(side, self.nbytes)
+            self.view(self.rank, start)[...] = x
+            spread.end(self.nbytes)
+        team.mine[START_AT + side] = start
+
+    def view(self, member: int, start: int) -> Array:
+        """What a member shows, by what it has put down as beginning there."""
+        views = self._views[member]
+        known = views.get(start)
+        if known is None:
+            known = views[start] = self.slots.array(member, start if start >= 0 else ~start, self.count)
+        return known
 
 
 class TeamRequest:

@@ -56,7 +56,7 @@ class ShortPlan(AllReducePlan):
         mine: the slice that this member reduces where nothing goes through slots.
     """
 
-    __slots__ = ("_own", "_theirs", "is_first", "mine", "pace", "peer")
+    __slots__ = ("is_first", "mine", "pace", "peer")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
@@ -65,23 +65,6 @@ class ShortPlan(AllReducePlan):
         self.peer = 1 - team.rank
         at = cuts(self.count, 2, 2)
         self.mine = slice(at[team.rank], at[team.rank + 1])
-        # By where they begin; there are no more than places in slots, see `spread`.
-        self._own: dict[int, Array] = {}
-        self._theirs: dict[int, Array] = {}
-
-    def room(self, start: int) -> Array:
-        """Where this member shows its array, from this byte of its arena on."""
-        known = self._own.get(start)
-        if known is None:
-            known = self._own[start] = self.slots.array(1 - self.peer, start, self.count)
-        return known
-
-    def shown(self, start: int) -> Array:
-        """What the other shows, by what it has told of where."""
-        known = self._theirs.get(start)
-        if known is None:
-            known = self._theirs[start] = self.slots.array(self.peer, start if start >= 0 else ~start, self.count)
-        return known
 
     def reducing(self, mine: Array, theirs: Array, out: Array) -> list[Call]:
         """In the order of ranks."""
@@ -129,7 +112,8 @@ class ShortAllReduce(TwoWays):
             mine[start_at] = ~place if place >= 0 else 0
         else:
             self._is_through = True
-            self._fill(team)
+            self._view()
+            self._plan.fill(team, self._side, self._x)
             if team.shared.offset_of(self._held[0]) is not None:
                 mine[start_at] = ~mine[start_at]
 
@@ -143,7 +127,8 @@ class ShortAllReduce(TwoWays):
             self._is_private = True
             if is_through:
                 self._is_through = True
-                self._fill(team)
+                self._view()
+                plan.fill(team, self._side, self._x)
         self._shown = perf_counter() - start
 
     def _show_places(self, team: Team) -> int:
@@ -153,20 +138,6 @@ class ShortAllReduce(TwoWays):
         team.mine[at + X_AT] = place = team.place_of(x)
         team.mine[at + OUT_AT] = place if out is x else team.place_of(out)
         return place
-
-    def _fill(self, team: Team) -> None:
-        """Copy x into the slot."""
-        self._view()
-        plan, side, spread = self._plan, self._side, team.spread
-        if spread.plain:
-            spread.plain -= 1
-            start = spread.slots[side]
-            plan.room(start)[...] = self._x
-        else:
-            start = spread.begin(side, plan.nbytes)
-            plan.room(start)[...] = self._x
-            spread.end(plan.nbytes)
-        team.mine[START_AT + side] = start
 
     def Test(self) -> bool:
         team = self._team
@@ -202,7 +173,7 @@ class ShortAllReduce(TwoWays):
             self._is_done = True
             return self._has_gone_straight(team)
         if self._calls is None:
-            self._calls = iter(plan.reducing(self._x, plan.shown(start), self._out))
+            self._calls = iter(plan.reducing(self._x, plan.view(plan.peer, start), self._out))
         for _ in starmap(QUIET.call, self._calls):
             pass
         if plan.pace is not None and plan.is_first and not team.spread.is_trying:

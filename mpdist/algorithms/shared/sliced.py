@@ -33,15 +33,14 @@ class SlicedPlan(AllReducePlan):
     """Of those of one op, element type and size.
 
     Attributes:
-        slices: of each member; mine: of this one, whose number is `rank`.
+        slices: of each member; mine: of this one.
         results: [round % 2][member], the arrays in which they are shown.
     """
 
-    __slots__ = ("mine", "rank", "results", "slices")
+    __slots__ = ("mine", "results", "slices")
 
     def __init__(self, team: Team, how: Reduction, nbytes: int) -> None:
         super().__init__(team, how, nbytes)
-        self.rank = team.rank
         at = cuts(self.count, team.size, team.size)
         self.slices = [slice(start, end) for start, end in itertools.pairwise(at)]
         self.mine = self.slices[team.rank]

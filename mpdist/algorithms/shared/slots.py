@@ -62,6 +62,11 @@ class Slots:
         start = self._lines[member][self._start_at + side]
         return self._arenas[member][(start if start >= 0 else ~start) // self._itemsize :]
 
+    def starts(self, side: int) -> list[int]:
+        """What each member tells of where its round begins."""
+        at = self._start_at + side
+        return [line[at] for line in self._lines]
+
     def part(self, side: int, member: int, at: int, mapped_at: int, count: int) -> Array:
         """Elements of what a member shows, from `at` on; where that is a mapped array, from `mapped_at` on."""
         start = self._lines[member][self._start_at + side]

@@ -39,7 +39,7 @@ class SmallPlan(AllReducePlan):
         """Reduce what all have shown in an even or an odd round."""
         sources = self.sources[side]
         if self.is_spread:
-            sources = [self.slots.shown(side, member)[: out.size] for member in range(len(sources))]
+            sources = [self.view(member, start) for member, start in enumerate(self.slots.starts(side))]
         self.folder.fold_apart(sources, out)
 
 
@@ -52,7 +52,7 @@ class SmallAllReduce(OneRound):
         plan, side = self._plan, self._side
         self._view()
         if plan.is_spread:
-            plan.slots.show(side, self._x.nbytes, (0, self._x))
+            plan.fill(team, side, self._x)
         else:
             plan.own[side][...] = self._x
 
