@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpdist.memory import HOST, Buffer
-
-if TYPE_CHECKING:
-    from mpdist.memory.elements import Array
 
 
 class Placed(NamedTuple):
@@ -79,12 +76,7 @@ def are_apart(blocks: Sequence[Buffer]) -> bool:
     return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
-def held(blocks: Sequence[Buffer]) -> list[Array]:
-    """Views of those that could be resized, a bytearray, say, and can't as long as there is a view."""
-    return [block.array() for block in blocks if not (block.exporter is None or isinstance(block.exporter, np.ndarray))]
-
-
 def _memory(blocks: Sequence[Buffer], address: int, nbytes: int) -> Buffer:
     element = blocks[0].element
     is_readonly = any(block.readonly for block in blocks)
-    return Buffer(None, nbytes // element.itemsize, nbytes, element, HOST, is_readonly, blocks, address, held(blocks))
+    return Buffer(None, nbytes // element.itemsize, nbytes, element, HOST, is_readonly, blocks, address)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.algorithms.blocks import are_apart, concatenated, held, placed, readable
+from mpdist.algorithms.blocks import are_apart, concatenated, placed, readable
 from mpdist.algorithms.header import Header, pack, room, unpack
 from mpdist.errors import SizeMismatch, Unavailable, UnsupportedBuffer, UsageError
 from mpdist.memory import Buffer, Element, allocate, allocate_like, as_buffer
@@ -87,7 +87,6 @@ def scatter(
     transport: Transport, spread: Spread, parcel: Parcel | None, out: Buffer | None, src: int, like: object
 ) -> Steps[Any]:
     """Blocks of src, one for each rank; the others give no parcel."""
-    _kept = held(() if parcel is None else parcel.blocks)
     mine = room(1)
     if parcel is not None:
         parcel = _limited(parcel, transport.max_total)
@@ -110,7 +109,6 @@ def scatter(
 
 def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: int, like: object) -> Steps[Any]:
     """Blocks of any size to dst, which gets a list."""
-    _kept = held(outs or ())
     is_dst = transport.rank == dst
     heads = room(transport.size) if is_dst else None
     totals = None if transport.max_total is None else np.array([x.count])
@@ -129,7 +127,6 @@ def gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, dst: 
 
 def all_gather(transport: Transport, x: Buffer, outs: Sequence[Buffer] | None, like: object) -> Steps[Any]:
     """Blocks of any size to all."""
-    _kept = held(outs or ())
     heads = room(transport.size)
     yield transport.iall_gather(pack([Header.of(x)]), heads)
     headers = unpack(heads)
@@ -145,7 +142,6 @@ def all_to_all(
     transport: Transport, blocks: Sequence[Buffer], outs: Sequence[Buffer] | None, like: object
 ) -> Steps[Any]:
     """Block r of each rank to rank r."""
-    _kept = held([*blocks, *(outs or ())])
     heads = room(transport.size)
     totals = None if transport.max_total is None else _sent_and_received(transport, blocks)
     heading = transport.iall_to_all(pack([Header.of(block) for block in blocks]), heads)

@@ -6,8 +6,11 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from numpy import ndarray
 
 from mpdist.comm.staged_calls import staged
 from mpdist.errors import InvalidRank, MpdistError, UnsupportedBuffer, UsageError
@@ -34,8 +37,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Memory of others could be resized: a bytearray, say, which can't be as long as there is a view of it.
+_FIXED = frozenset({ndarray, bytes, type(None)})
+
+
 def host_buffer(x: object, *, writable: bool = False) -> Buffer:
-    """as_buffer for memory that MPI can reach.
+    """as_buffer for memory that MPI can reach, and that stays as it is as long as there is the Buffer.
 
     Raises:
         OnDevice: it is not; whoever takes such arrays goes another way, see staged_calls.py.
@@ -43,6 +50,8 @@ def host_buffer(x: object, *, writable: bool = False) -> Buffer:
     buffer = as_buffer(x, writable=writable)
     if buffer.device is not HOST:
         raise OnDevice(f"got an array on {buffer.device}; needed host memory: copy it there first")
+    if type(buffer.exporter) not in _FIXED:
+        buffer.exporter = buffer.array()
     return buffer
 
 
@@ -127,7 +136,8 @@ def operation(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate
             if self._channel.sequence != before and is_of_handler(error):
                 self._channel.lost_hold_of(op)
             if isinstance(error, Exception) and not isinstance(error, MpdistError):  # of an object's own code, mostly
-                error.add_note(f"in {op} on {self._channel.where()}")
+                with suppress(Exception):  # some take none
+                    error.add_note(f"in {op} on {self._channel.where()}")
             raise
 
     return explained  # type: ignore[return-value]  # functools.wraps hides that it is a method

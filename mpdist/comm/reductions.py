@@ -37,6 +37,11 @@ def _two(x: object, out: object) -> tuple[Buffer | None, Buffer]:
     return source, target
 
 
+def _name_alone(op: OpLike) -> str | None:
+    """Where its name says all of an op that is not given by it: the name."""
+    return op.name if isinstance(op, ReduceOp) and op.factor is None and op.function is None else None
+
+
 class Reductions(Arrays):
     """Reducing arrays over the ranks."""
 
@@ -66,10 +71,11 @@ class Reductions(Arrays):
                 result = x if out is None else out
                 channel, nbytes = self._channel, target.nbytes
                 team = channel.team
-                if isinstance(team, Team) and type(op) is str:
-                    known = team.known.get((op, target.element, nbytes))
+                name = op if type(op) is str else _name_alone(op)
+                if name is not None and isinstance(team, Team):
+                    known = team.known.get((name, target.element, nbytes))
                     if known is None:
-                        known = self._planned(team, op, target)
+                        known = self._planned(team, name, target)
                     if known:
                         words, plan = known
                         return channel.post_direct(

@@ -150,7 +150,7 @@ class Buffer:
         return array
 
     def bare_array(self) -> Array:
-        """As array(), in a quarter of the time for torch; it keeps nothing alive: for who holds the Buffer as long."""
+        """As array(), in a quarter of the time; a tensor's memory is not kept: for who holds the Buffer as long."""
         exporter: Any = self.exporter
         if type(exporter) is np.ndarray and exporter.ndim == 1 and exporter.dtype is self.element.storage:
             return exporter.view()

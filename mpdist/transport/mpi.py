@@ -121,10 +121,10 @@ class Transport:
         return self.comm.Ibcast(whole(buffer), src)
 
     def iall_reduce(self, x: Buffer | None, out: Buffer, op: str) -> Request:
-        """Reduce x into out; x None: in place, and the caller keeps out alive."""
-        if x is None and out.count <= SLICE_COUNT:
+        """Reduce x into out; x None: in place, and the caller keeps out's owner alive."""
+        memory = out.exporter
+        if x is None and out.count <= SLICE_COUNT and (memory is None or memory is out.owner):
             element = out.element
-            memory = out.exporter
             if memory is None:
                 memory = fromaddress(out.address, out.nbytes)
             ops = BOOL_OPS if element.kind == "bool" else OPS

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpdist.algorithms.blocks import Placed, are_apart, concatenated, joined, placed, readable
+from mpdist.comm.operation import host_buffer
 from mpdist.memory import Buffer, as_buffer
 
 X = np.arange(10.0)
@@ -98,7 +99,7 @@ def test_what_is_read_only_stays_so() -> None:
 
 def test_memory_is_not_resized_under_mpi() -> None:
     x = bytearray(8)
-    there = placed([as_buffer(x), as_buffer(np.zeros(3, np.uint8))], 1, None)
+    there = placed([host_buffer(x), host_buffer(np.zeros(3, np.uint8))], 1, None)
     with pytest.raises(BufferError):
         x.append(1)
     del there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import time
 import tracemalloc
@@ -813,6 +814,53 @@ async def test_blocks_cannot_be_resized_from_the_post_on(comm: Communicator, wha
         for rank in range(1, comm.size):
             await comm.send(np.ones(1), rank, tag=3)
     await work
+
+
+CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "broadcast": lambda comm, x: comm.broadcast(x, 0),
+    "reduce": lambda comm, x: comm.reduce(x, comm.size - 1),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "all_to_all": lambda comm, x: comm.all_to_all(x),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("count", [6, 2_400, 12_000, 300_000])
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_array_cannot_be_resized_while_it_is_sent(
+    comm: Communicator, call: str, count: int, is_second: bool
+) -> None:
+    """Nor need a view of it stay: neither was held by requests that wait for their turn, and by none of MPI's."""
+    await comm.barrier()
+    before = (lambda: [comm.all_reduce(np.ones(count))]) if is_second else list
+    x, octets = array.array("d", [comm.rank] * count), bytearray(8 * count)
+    first = comm.rank == 0
+    if not first:
+        await comm.recv(src=0, tag=3)
+    works = before()
+    works.append(CALLS[call](comm, x))
+    with memoryview(octets) as view, view.cast("d") as numbers:
+        works.append(CALLS[call](comm, numbers))
+    if first:
+        for resize in (lambda: x.append(1), lambda: octets.append(1)):
+            with pytest.raises(BufferError):
+                resize()
+        for rank in range(1, comm.size):
+            await comm.send(np.ones(1), rank, tag=3)
+    for work in works:
+        await work
+    if call == "all_reduce":
+        assert set(x) == {comm.size * (comm.size - 1) / 2}
+    elif call == "broadcast":
+        assert set(x) == {0.0}
+    else:
+        assert set(x) == {float(comm.rank)}
+    del work, works
+    x.append(1)
+    octets.append(1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,19 @@ def test_pickles_own_error_says_where(comm: Communicator) -> None:
             call(lambda: None)
         (note,) = caught.value.__notes__
         assert note.endswith(f"_object on {comm._channel.where()}")
+
+    @dataclass(frozen=True)
+    class Refused(Exception):
+        """Takes no note."""
+
+        why: str
+
+    class Refusing:
+        def __reduce__(self) -> Any:
+            raise Refused("no")
+
+    with pytest.raises(Refused, match="no"):
+        comm.all_gather_object(Refusing())
     comm.barrier().wait()
 
 

@@ -128,6 +128,19 @@ async def test_small_all_reduces_of_more_sizes_than_are_remembered(comm: Communi
         assert 0 < len(team.known) <= KNOWN_PLANS
 
 
+async def test_an_op_by_its_name_and_as_an_object_is_the_same_call(comm: Communicator) -> None:
+    """Ranks may mix them, and neither takes more steps."""
+    ops = ["sum", mpdist.ReduceOp("sum")]
+    async with forced(comm, SHARED) as made:
+        await made.barrier()
+        for number in range(6):
+            x = np.full(12_000, made.rank + 1.0)
+            await made.all_reduce(x, ops[(number + made.rank) % 2])
+            assert (x == made.size * (made.size + 1) / 2).all()
+        team: Any = made._channel.team
+        assert len(team.known) == len(team.plans) == 1
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_twenty_at_once_waited_for_without_a_loop(comm: Communicator, way: Way) -> None:
     with replaced(comm, way):

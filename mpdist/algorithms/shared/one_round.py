@@ -92,10 +92,12 @@ class AllReducePlan(RoundPlan):
 
     def view(self, member: int, start: int) -> Array:
         """What a member shows, by what it has put down as beginning there."""
+        if start < 0:
+            start = ~start
         views = self._views[member]
         known = views.get(start)
         if known is None:
-            known = views[start] = self.slots.array(member, start if start >= 0 else ~start, self.count)
+            known = views[start] = self.slots.array(member, start, self.count)
         return known
 
 

@@ -23,7 +23,7 @@ SMALL_BYTES = 512 * 1024
 # The same of an array of a pair that has two ways, of which the other may be twice as fast for larger ones.
 SMALL_OF_PAIR_BYTES = 32 * 1024
 
-# So many plans a team keeps, whose views hold no memory of their own.
+# So many plans a team keeps, and so many of `known`; their views hold no memory of their own.
 KNOWN_PLANS = 256
 
 V = TypeVar("V")
@@ -76,7 +76,7 @@ def broadcast(team: Team, element: Element, nbytes: int, src: int) -> Plan | Non
 
 def kept(known: dict[Any, V], key: tuple[Any, ...], value: V) -> V:
     """Put it down for the next one, after all others have been forgotten where they are too many."""
-    if len(known) == KNOWN_PLANS:
+    if len(known) >= KNOWN_PLANS:
         known.clear()
     known[key] = value
     return value

@@ -108,7 +108,7 @@ class ShortAllReduce(TwoWays):
             self._show_by_pace(team, pace)
         elif team.were_mapped:
             self._is_through = False
-            place = self._show_places(team)
+            place = self._tell_places(team)
             mine[start_at] = ~place if place >= 0 else 0
         else:
             self._is_through = True
@@ -119,7 +119,7 @@ class ShortAllReduce(TwoWays):
 
     def _show_by_pace(self, team: Team, pace: Pace) -> None:
         plan, at = self._plan, FACTS_AT + self._side * FACTS
-        place = self._show_places(team)
+        place = self._tell_places(team)
         team.mine[at + PACE] = pace.word
         is_through = pace.is_through_slots(plan.nbytes)
         start = perf_counter()
@@ -131,7 +131,7 @@ class ShortAllReduce(TwoWays):
                 plan.fill(team, self._side, self._x)
         self._shown = perf_counter() - start
 
-    def _show_places(self, team: Team) -> int:
+    def _tell_places(self, team: Team) -> int:
         """Put down where this member's arrays are; gives x's."""
         x, out = self._held
         at = FACTS_AT + self._side * FACTS
