@@ -50,7 +50,7 @@ def host_buffer(x: object, *, writable: bool = False) -> Buffer:
     buffer = as_buffer(x, writable=writable)
     if buffer.device is not HOST:
         raise OnDevice(f"got an array on {buffer.device}; needed host memory: copy it there first")
-    if type(buffer.exporter) not in _FIXED:
+    if type(x) is not ndarray and type(buffer) is Buffer and type(buffer.exporter) not in _FIXED:
         buffer.exporter = buffer.array()
     return buffer
 
