@@ -79,6 +79,7 @@ class Block:
         return np.asarray(self)
 
     def is_of(self, arena: Arena) -> bool:
+        """Whether it is a part of this arena."""
         return self._arena is arena
 
     def __del__(self) -> None:

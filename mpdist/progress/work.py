@@ -392,9 +392,7 @@ class Requested(Work[T]):
     def _complete(self) -> None:
         # The request is forgotten last: a handler that raises in between must not leave it looking for ever.
         if not self._done:  # it may have expired meanwhile
-            self._done = True
-            if self._callbacks is not None:
-                self._channel.engine.finished.append(self)
+            self._finish(self._result)
         self._request = None
         self._release()
         active = self._channel.engine.active

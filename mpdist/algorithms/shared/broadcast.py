@@ -54,7 +54,7 @@ class Broadcast(TwoWays):
     def _show(self, team: Team) -> None:
         plan, side, x = self._plan, self._side, self._held[0]
         at = FACTS_AT + side * FACTS
-        self._view()
+        self._make_arrays()
         team.mine[at + ROOT] = plan.root
         if plan.cut is not None:
             self._is_through = False

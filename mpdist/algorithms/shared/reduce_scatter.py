@@ -76,7 +76,7 @@ class ReduceScatter(TwoWays):
 
     def _show(self, team: Team) -> None:
         plan = self._plan
-        self._view()
+        self._make_arrays()
         offset = team.shared.offset_of(self._held[0]) if plan.is_spread else None
         if offset is not None and offset % plan.element.itemsize == 0:
             self._is_through = False

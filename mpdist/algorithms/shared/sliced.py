@@ -86,7 +86,7 @@ class SlicedAllReduce(TwoWays):
         plan, side, mine = self._plan, self._side, team.mine
         x, out = self._held
         offset = team.shared.offset_of(x)
-        self._view()
+        self._make_arrays()
         self._is_through = not team.were_mapped
         if self._is_through:
             plan.show(side, self._x, offset)

@@ -50,7 +50,7 @@ class SmallAllReduce(OneRound):
 
     def _show(self, team: Team) -> None:
         plan, side = self._plan, self._side
-        self._view()
+        self._make_arrays()
         if plan.is_spread:
             plan.fill(team, side, self._x)
         else:

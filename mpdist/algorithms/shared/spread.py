@@ -42,7 +42,7 @@ class Spread:
     Attributes:
         slots: where those do that begin in their slots.
         plain: so many of the next ones begin there, and are not timed; whoever writes one may count it here instead of
-            calling `begin` and `end`.
+            calling `begin` and `end`, which takes 0.15 us of the 18 of 64 KiB.
     """
 
     __slots__ = (
