@@ -98,7 +98,13 @@ class Doorbell:
         try:
             if look():
                 return True
-            return _has_come(self.fileno(), seconds)
+            fd = self.fileno()
+            try:
+                return _has_come(fd, seconds)
+            except OSError:
+                if self.fileno() == fd:
+                    raise
+                return True  # closed meanwhile by finalize() in another thread, which has ended what is waited for
         finally:
             self.wake()
             self.quiet()
@@ -180,13 +186,13 @@ class DatagramDoorbell(Doorbell):
         self.has_rung = True
 
     def close(self) -> None:
-        if self._poller is not None:
-            self._poller.close()
-        for each in self._sockets:
-            each.close()
-        flags = self.flags
+        poller, sockets, flags = self._poller, self._sockets, self.flags
         # What a thread that still waits looks at.
         self._poller, self._sockets, self.flags = None, [], bytearray(2 * self._size)
+        if poller is not None:
+            poller.close()
+        for each in sockets:
+            each.close()
         flags.close()  # type: ignore[union-attr]  # this class is made with an mmap
 
 
@@ -205,6 +211,9 @@ def _drain(receiver: socket.socket) -> None:
             receiver.recv(16)
     except BlockingIOError:
         return
+    except OSError:
+        if receiver.fileno() >= 0:  # else closed meanwhile, as in `nap`
+            raise
 
 
 def _send(sockets: list[socket.socket], address: Address) -> None:
