@@ -19,7 +19,7 @@ asyncio_default_test_loop_scope = session
 asyncio_default_fixture_loop_scope = session
 """
 HEAD = """
-import asyncio, os, signal, sys, time, warnings
+import asyncio, ctypes, os, signal, sys, threading, time, warnings
 import pytest
 pytestmark = [pytest.mark.ranks(2)]
 
@@ -218,6 +218,19 @@ def test_a_hang_in_an_await_is_named_with_the_line_that_waits(suite: Suite, loop
         f"--loop={loop}",
     )
     result.stdout.fnmatch_lines(["ranks 0, 1: no result within 1 s, at test_it.py:17 in helper", "*await helper()"])
+
+
+def test_a_hang_in_c_code_beside_many_threads_is_named_with_the_line_that_waits(suite: Suite) -> None:
+    result = suite.run("""
+        @pytest.mark.limit(1)
+        def test_hang():
+            for _ in range(150):
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+            while True:  # the second call holds the interpreter's lock and never returns
+                lock(mutex)
+    """)
+    result.stdout.fnmatch_lines(["ranks 0, 1: no result within 1 s, at test_it.py:18 in test_hang"])
 
 
 def test_a_killed_rank_is_named_and_the_rest_still_runs(suite: Suite) -> None:

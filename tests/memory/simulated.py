@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,20 +68,14 @@ class DeviceArray:
 
 
 class Stream:
-    """A queue of work, done in order by a thread of its own."""
+    """A queue of work, done in order by a thread of its own, which ends when nobody has the stream any more."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._random = random.Random(0)
-        self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
-        threading.Thread(target=self._work, daemon=True, name="mpdist-simulated").start()
-
-    def _work(self) -> None:
-        while True:
-            piece = self._queue.get()
-            piece()
-            del piece  # before it is done for others: its arrays, which it holds, may be asked after
-            self._queue.task_done()
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        threading.Thread(target=_work_off, args=(self._queue,), daemon=True, name="mpdist-simulated").start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def is_idle(self) -> bool:
         return not self._queue.unfinished_tasks
@@ -99,6 +94,13 @@ class Stream:
 
     def follow(self, mark: SimulatedMark) -> None:
         self._queue.put(mark.event.wait)
+
+
+def _work_off(pieces: queue.Queue[Callable[[], object] | None]) -> None:
+    while (piece := pieces.get()) is not None:
+        piece()
+        del piece  # before it is done for others: its arrays, which it holds, may be asked after
+        pieces.task_done()
 
 
 class SimulatedMark:

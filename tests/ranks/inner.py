@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from ranks.launch import RANK_VARIABLES, SOCKET_NAME, TESTS_NAME, stack_path
+from ranks.launch import MAIN_STACK_SIGNAL, RANK_VARIABLES, SOCKET_NAME, TESTS_NAME, stack_path
 from ranks.verdict import is_harness
 
 # A rank that is stuck ends by itself this long after its time limit, if the outer half was killed and can't end it.
@@ -47,6 +47,7 @@ class Inner:
         self._send(event="hello", rank=self._rank, pid=os.getpid())
         config.option.basetemp = str(self._folder / f"tmp{self._rank}")
         signal.signal(signal.SIGUSR2, self._tell_where)
+        faulthandler.register(MAIN_STACK_SIGNAL, self._stack_file, all_threads=False)
         faulthandler.register(signal.SIGUSR2, self._stack_file, all_threads=True, chain=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

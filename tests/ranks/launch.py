@@ -39,6 +39,11 @@ POLL_SECONDS = 0.1
 # The launcher may clean up (session folders, shared memory) before it is killed.
 TERMINATE_SECONDS = 2.0
 WHERE_SECONDS = 1.0
+
+# At SIGUSR2 faulthandler writes the stacks of a hundred threads at the most, the main thread's last; at this one it
+# writes that alone.
+MAIN_STACK_SIGNAL = signal.SIGRTMIN
+STACK_SECONDS = 0.05
 LOG_TAIL_LINES = 40
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -105,9 +110,11 @@ class Launch:
     def locate(self, ranks: Iterable[int]) -> dict[int, Message]:
         """Where these ranks are: their Python stacks, tasks and pending operations, as far as they can tell."""
         missing = {rank for rank in ranks if rank in self._processes}
-        for rank in missing:
-            with contextlib.suppress(psutil.Error):
-                self._processes[rank].send_signal(signal.SIGUSR2)
+        for number in (MAIN_STACK_SIGNAL, signal.SIGUSR2):
+            for rank in missing:
+                with contextlib.suppress(psutil.Error):
+                    self._processes[rank].send_signal(number)
+            time.sleep(STACK_SECONDS)  # faulthandler does nothing at a signal that comes while it writes
         found: dict[int, Message] = {}
         for rank, message in self.messages(time.monotonic() + WHERE_SECONDS):
             if message["event"] == "where":
