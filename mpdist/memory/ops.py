@@ -30,11 +30,25 @@ class ReduceOp:
         name: "sum" and so on; "premul_sum"; for a user's function its name in angle brackets, see `function_name`.
         factor: what premul_sum multiplies each rank's input by.
         function: the user's function of two arrays.
+
+    Raises:
+        UsageError: there is no such operation, premul_sum has no number as factor, or another one has a factor.
     """
 
     name: str
     factor: Factor | None = None
     function: UserFunction | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is None and not (isinstance(self.name, str) and self.name in _UFUNCS):
+            raise _unknown(self.name)
+        if self.name == "premul_sum":
+            if not isinstance(self.factor, int | float | complex):
+                raise UsageError(
+                    f"premul_sum needs a number as factor, got a {type(self.factor).__name__}; use float(factor)"
+                )
+        elif self.factor is not None:
+            raise UsageError(f"op {self.name!r} has no factor, only premul_sum has: mpdist.premul_sum(factor)")
 
     @property
     def code(self) -> int:
@@ -101,11 +115,7 @@ def premul_sum(factor: Factor) -> ReduceOp:
     Raises:
         UsageError: factor is not a number.
     """
-    if isinstance(factor, np.generic):
-        factor = factor.item()
-    if not isinstance(factor, int | float | complex):
-        raise UsageError(f"premul_sum needs a number as factor, got a {type(factor).__name__}; use float(factor)")
-    return ReduceOp("premul_sum", factor)
+    return ReduceOp("premul_sum", factor.item() if isinstance(factor, np.generic) else factor)
 
 
 def as_op(op: object) -> ReduceOp:
@@ -126,7 +136,11 @@ def as_op(op: object) -> ReduceOp:
         raise UsageError(f"op is one of {library}'s, for its own calls; give the name: one of {', '.join(OP_NAMES)}")
     if callable(op):
         return ReduceOp(f"<{function_name(op)}>", function=op)
-    raise UsageError(
+    raise _unknown(op)
+
+
+def _unknown(op: object) -> UsageError:
+    return UsageError(
         f"op={op!r} is not a reduction; needed one of {', '.join(OP_NAMES)}, mpdist.premul_sum(factor), "
         "or a function of two arrays"
     )

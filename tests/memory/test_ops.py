@@ -133,6 +133,22 @@ def test_a_factor_is_a_number(factor: Any) -> None:
         premul_sum(factor)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("SUM",), "op='SUM' is not a reduction; needed one of sum, avg, prod"),
+        ((None,), "op=None is not a reduction"),
+        ((["a"],), r"op=\['a'\] is not a reduction"),
+        (("premul_sum",), "premul_sum needs a number as factor, got a NoneType"),
+        (("max", 2.0), r"op 'max' has no factor, only premul_sum has: mpdist.premul_sum\(factor\)"),
+        (("<f>", 2.0, np.hypot), "op '<f>' has no factor"),
+    ],
+)
+def test_an_operation_that_means_nothing_is_refused_when_it_is_made(arguments: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        ReduceOp(*arguments)
+
+
 def test_a_numpy_scalar_is_a_number() -> None:
     assert premul_sum(np.float32(0.5)) == ReduceOp("premul_sum", 0.5)  # type: ignore[arg-type]
     assert str(premul_sum(0.5)) == "premul_sum(0.5)"
