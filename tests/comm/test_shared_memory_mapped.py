@@ -11,6 +11,7 @@ from algorithms.forcing import SHARED, forced, skip_without_reach
 
 from mpdist import Communicator
 from mpdist.algorithms.shared import short
+from mpdist.algorithms.shared.one_round import VIEWS, AllReducePlan
 from mpdist.algorithms.shared.short import ShortPlan
 
 pytestmark = pytest.mark.ranks(2)
@@ -63,3 +64,15 @@ async def test_views_are_made_once(comm: Communicator, monkeypatch: pytest.Monke
             await made.all_reduce(x)
         assert (x == 2**5).all()
         assert made_for == []
+
+
+async def test_a_plan_keeps_some_views_of_slots_and_gives_all(comm: Communicator) -> None:
+    skip_without_reach(comm)
+    async with forced(comm, SHARED) as made:
+        await made.all_reduce(np.ones(4000, np.float32))
+        team: Any = made._channel.team
+        [plan] = [plan for plan in team.plans.values() if isinstance(plan, AllReducePlan)]
+        first = plan.slots.array(0, 0, 4000)
+        for start in range(0, 64 * 3 * VIEWS, 64):
+            assert plan.view(0, start).ctypes.data == first.ctypes.data + start
+        assert len(plan._views[0]) == VIEWS

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mpdist.memory import Buffer, Element, ReduceOp
     from mpdist.memory.elements import Array
 
+# A plan keeps so many views of each member's slots: all where arrays have 64 KiB and more, see `spread`.
+VIEWS = 256
+
 
 class Plan:
     """What all such collectives of one kind, element type and size have in common on a team; made for the first.
@@ -74,7 +77,7 @@ class AllReducePlan(RoundPlan):
         super().__init__(team, all_reduce_of(how.element), how.element, nbytes, how.op)
         self.rank = team.rank
         self.folder = how.folder
-        # Of each member, by where they begin; no more than there are places in its slots, see `spread`.
+        # Of each member, by where they begin, see `spread`; VIEWS of them at the most.
         self._views: list[dict[int, Array]] = [{} for _ in team.members]
 
     def fill(self, team: Team, side: int, x: Array) -> None:
@@ -97,7 +100,9 @@ class AllReducePlan(RoundPlan):
         views = self._views[member]
         known = views.get(start)
         if known is None:
-            known = views[start] = self.slots.array(member, start, self.count)
+            known = self.slots.array(member, start, self.count)
+            if len(views) < VIEWS:
+                views[start] = known
         return known
 
 
