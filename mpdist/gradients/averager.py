@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,6 +107,11 @@ class GradientAverager:
             raise UsageError(f"bucket_bytes is {bucket_bytes!r}; it must be a positive number")
         if hasattr(arrays, "shape"):  # the elements of a vector would be averaged into new arrays, beside it
             raise UsageError(f"arrays is {named(arrays)}; it must be a list of arrays: write [x] for a single one")
+        if isinstance(arrays, Mapping):
+            raise UsageError(
+                f"arrays is {named(arrays)}; it must be a list of arrays: give list(arrays.values()), or the dict "
+                "itself to mpdist.average()"
+            )
         self._comm = comm
         keep_freed(comm._channel.engine.keep_bytes)
         self._arrays = list(arrays)

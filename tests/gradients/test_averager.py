@@ -403,6 +403,7 @@ def test_error_is_raised_again(comm: Communicator) -> None:
         ([np.zeros((4, 4))[:, 1]], {}, "array 0: "),
         ([3.0], {}, "array 0: "),
         (np.zeros(2), {}, r"arrays is a numpy.ndarray; it must be a list of arrays: write \[x\]"),
+        ({"a": np.zeros(2)}, {}, r"arrays is .*dict.*; it must be a list of arrays: give list\(arrays.values\(\)\)"),
     ],
 )
 async def test_bad_arguments_are_refused(comm: Communicator, arrays: Any, options: dict, text: str) -> None:
