@@ -26,6 +26,7 @@ from mpdist.torch.data_parallel.outputs import tensors_in
 from mpdist.torch.data_parallel.start import describe, refusals
 from mpdist.torch.data_parallel.waiting import hold
 from mpdist.torch.devices import streams_of
+from mpdist.torch.sharded import is_sharded
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _differences(comm: Communicator, module: nn.Module, is_wrapped: bool) -> Ite
         except CollectiveMismatch as error:
             yield f"{error}: build the same module on all ranks"
             continue
+        named = [(name, tensor) for name, tensor in named if not is_sharded(tensor)]  # each rank has another part
         if not is_wrapped:
             yield from refusals(what, [(name, tensor) for name, tensor in named if name not in ignored])
         named = [(name, tensor) for name, tensor in named if not is_lazy(tensor)]

@@ -19,10 +19,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import CommunicationError, UsageError
+from mpdist.torch.sharded import is_fully_sharded, is_sharded
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
+
+_SHARDED = (
+    "is sharded, and rank 0 has its own part only: save it with torch.distributed.checkpoint, or gather it first, by "
+    "get_model_state_dict() of torch.distributed.checkpoint.state_dict with full_state_dict=True"
+)
 
 
 def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: Any) -> None:
@@ -35,16 +41,21 @@ def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
             `weights_only=True`. A module wrapped for data parallel is written as the module itself.
 
     Raises:
-        CommunicationError: on all ranks, if rank 0 could not write, or not read what it wrote. An older checkpoint
-            is still there.
+        CommunicationError: on all ranks, if rank 0 could not write, or not read what it wrote, or has only its shard
+            of something. An older checkpoint is still there.
+        UsageError: a module is sharded by FullyShardedDataParallel.
     """
+    where = f"save_checkpoint({os.fspath(path)!r})"
+    for name, part in parts.items():
+        if is_fully_sharded(part):
+            raise UsageError(f"{where} on '{comm.name}' (rank {comm.rank}): {name} {_SHARDED}")
     problem = None
     if comm.rank == 0:
         try:
             _write(Path(path), {name: _state_of(part) for name, part in parts.items()})
         except Exception as error:  # whatever it is, the others must hear of it
             problem = error
-    _agree(comm, problem, f"save_checkpoint({os.fspath(path)!r})")
+    _agree(comm, problem, where)
 
 
 def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: Any) -> dict[str, Any]:
@@ -116,6 +127,9 @@ def _state_of(part: Any) -> Any:
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
     """Under another name first, so that there is a whole checkpoint at any time."""
+    shard = _shard(state)
+    if shard is not None:
+        raise UsageError(f"{shard} {_SHARDED}")
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -151,6 +165,19 @@ def _save(state: Mapping[str, Any], draft: Path) -> None:
             "torch.as_tensor(x), str(x)), or allow the class with torch.serialization.add_safe_globals where it is "
             "saved and loaded"
         ) from error
+
+
+def _shard(value: Any, name: str = "") -> str | None:
+    """The name of an entry of which rank 0 has its shard only."""
+    if is_sharded(value):
+        return name
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    found = (_shard(entry, f"{name}[{key!r}]" if name else str(key)) for key, entry in entries)
+    return next(filter(None, found), None)
 
 
 def _culprit(name: str, value: Any) -> tuple[str, Any] | None:

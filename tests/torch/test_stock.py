@@ -304,6 +304,32 @@ def test_pipeline(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(layers[group.rank()].weight.grad, alone[group.rank()].weight.grad)
 
 
+def test_what_is_sharded_is_refused_where_each_rank_must_have_all(
+    group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch_support.sharded import fully_shard
+
+    world = mpdist.init()
+    path = world.broadcast_object(str(tmp_path_factory.mktemp("saved")), src=0).wait() + "/a.pt"
+    mpdist.torch.save_checkpoint(path, world, net=Net(), step=1)
+    with mesh_of_all(group) as mesh:
+        net = Net()
+        fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.Adam(net.parameters())
+        net(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        for part, name in ((net, r"\['\S+'\]"), ([optimizer.state_dict()], r"\[0\]\['state'\]\[0\]")):
+            with pytest.raises(mpdist.CommunicationError, match=rf"mine{name}\S* is sharded.*torch\.distributed"):
+                mpdist.torch.save_checkpoint(path, world, mine=part)
+        with pytest.raises(mpdist.UsageError, match="is a DTensor, of which each rank has its part"):
+            mpdist.torch.DistributedDataParallel(net, world)
+        assert not mpdist.torch.check(net, comm=world)
+    with pytest.raises(mpdist.UsageError, match="net is sharded"):
+        mpdist.torch.save_checkpoint(path, world, net=FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+    assert mpdist.torch.load_checkpoint(path, world)["step"] == 1
+
+
 @pytest.mark.skipif(not loads_in_a_part, reason=f"torch {torch.__version__} loads a checkpoint on all ranks only")
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
 def test_checkpoint_is_loaded_on_another_number_of_ranks(

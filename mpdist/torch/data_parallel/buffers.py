@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from mpdist.errors import UsageError
 from mpdist.torch.data_parallel.bucket import empty
+from mpdist.torch.sharded import is_sharded
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def fault_of(tensor: Tensor) -> str:
     """Why a tensor cannot be broadcast, and what to do; empty if it can."""
     if is_lazy(tensor):
         return "is not initialised yet: run a forward of the module before it is wrapped"
+    if is_sharded(tensor):
+        return (
+            f"is a {type(tensor).__name__}, of which each rank has its part: fully_shard() and parallelize_module() "
+            "average the gradients of what they share out; wrap the module before, or not at all"
+        )
     if is_sparse(tensor):
         return (
             f"is sparse ({tensor.layout}), and only dense tensors are broadcast: register it dense, or its indices and "
