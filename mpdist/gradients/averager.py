@@ -86,7 +86,8 @@ class GradientAverager:
         Args:
             comm: whose ranks take part, with arrays of the same shapes and types.
             arrays: of any library, in host memory or on a GPU, on the same kind of device on all ranks. Writable
-                ones get the result; for others (JAX) it comes back new.
+                ones get the result; for others (JAX) it comes back new. The same are averaged in each step:
+                torch's `zero_grad()` drops them, unless `set_to_none=False`, and `ready(i, p.grad)` gives new ones.
             bucket_bytes: arrays travel in groups of about this size; op, compress and this are equal on all ranks.
             op: "avg", "sum", or another reduction.
             compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32. Not for

@@ -22,6 +22,17 @@ from mpdist.torch.compiling import leave_alone
 from mpdist.torch.waiting import finish
 
 
+def synchronized_norm(module: torch.nn.Module) -> str | None:
+    """The name of a part of the module that normalises over several ranks now; None where none does."""
+    for name, part in module.named_modules():
+        if part.training and (
+            isinstance(part, torch.nn.SyncBatchNorm)
+            or (isinstance(part, SyncBatchNorm) and _shared_group(part.process_group) is not None)
+        ):
+            return name or type(part).__name__
+    return None
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of (N, C, ...) over all ranks of a group in training.
 

@@ -12,7 +12,8 @@ from data_parallel.test_backward import Checkpointed
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch_support import values
 
-from mpdist import Communicator
+import mpdist.torch
+from mpdist import Communicator, UsageError
 from mpdist.torch.data_parallel.reducer import Reducer
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
@@ -161,3 +162,42 @@ def test_join_may_be_disabled(comm: Communicator) -> None:
     with wrapped(mlp(6, 3), comm) as model:
         run(comm, model, [3], {"enable": False}, False)
         assert model.reducer.step == 3
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_norm_over_all_ranks_is_refused_where_one_has_no_inputs(comm: Communicator) -> None:
+    """The last rank has none. The others say that they have, and stop before the norm that would wait for it."""
+    net = mpdist.torch.convert_sync_batchnorm(mlp(6, 10, 3, normed=True), comm)
+    is_last = comm.rank == comm.size - 1
+
+    def run(model: Any) -> None:
+        with model.join():
+            if not is_last:
+                model._call_roll(True)
+                raise UsageError("no more")
+
+    with wrapped(net, comm) as model:
+        text = r"normalises over the batches of all ranks.*drop_last=True" if is_last else "no more"
+        with pytest.raises(UsageError, match=text):
+            run(model)
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_optimizers_state_is_made_equal_as_the_docs_say(comm: Communicator) -> None:
+    torch.manual_seed(7)
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for epoch in range(2):
+            with model.join():
+                for number in range(1 if comm.rank == 0 else 3):
+                    optimizer.zero_grad()
+                    model(inputs(comm, 10 * epoch + number, (4, 6), torch.float64)).square().mean().backward()
+                    optimizer.step()
+            optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict(), src=comm.size - 1).wait())
+        model(inputs(comm, 99, (4, 6), torch.float64)).square().mean().backward()
+        optimizer.step()
+        state = [entry["exp_avg"].cpu() for entry in optimizer.state.values()]
+        everyone = comm.all_gather_object([*state, *(tensor.detach().cpu() for tensor in net.parameters())]).wait()
+        for other in everyone:
+            assert_equal(other, everyone[0], 0.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from data_parallel.pairs import Breaks, assert_equal, both, inputs, mlp, wrapped
 from torch import Tensor, nn
+from torch_support import values
 
 from mpdist import ClosedError, Communicator, UsageError
 
@@ -211,6 +213,72 @@ def test_gradient_of_an_input_before_backward(
 
     both(comm, Energy, step, options=options)
     assert not any("create_graph" in str(warning.message) for warning in recwarn)
+
+
+class Heads(nn.Module):
+    """Two outputs, of parameters of their own, or the output of one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.frozen = (nn.Linear(6, 2) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, is_frozen: bool = False) -> tuple[Tensor, Tensor]:
+        return (self.frozen(x), self.frozen(x)) if is_frozen else (self.one(x), self.other(x))
+
+
+@pytest.mark.parametrize("options", [{}, FIND], ids=str)
+def test_two_backwards_for_some_tensors_are_averaged_each(comm: Communicator, options: dict[str, Any]) -> None:
+    """Of heads of their own, which each backward for the other's parameters leaves out, or of the same parameters."""
+    torch.manual_seed(1)
+    net = Heads().double() if options else nn.Linear(6, 2).double()
+    alone = copy.deepcopy(net)
+
+    def derive(module: nn.Module, x: Tensor) -> None:
+        outputs = module(x)
+        one, other = outputs if options else (outputs[:, 0], outputs[:, 1])
+        mine = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        if module is alone:
+            mine = [parameter for parameter in alone.parameters() if parameter.requires_grad]
+        one.square().mean().backward(inputs=mine[:2] if options else mine, retain_graph=True)
+        other.pow(4).mean().backward(inputs=mine[2:] if options else mine)
+
+    def gradients(module: nn.Module) -> list[Tensor]:
+        return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+    with wrapped(net, comm, **options) as model:
+        for number in range(3):
+            everyone = []
+            for rank in range(comm.size):
+                alone.zero_grad()
+                derive(alone, batch(rank, number))
+                everyone.append(gradients(alone))
+            model.zero_grad()
+            derive(model, values.placed(batch(comm.rank, number)))
+            assert_equal(gradients(net), [sum(each) / comm.size for each in zip(*everyone, strict=True)])
+            model.zero_grad()
+            with model.no_sync():
+                derive(model, values.placed(batch(comm.rank, number)))
+            assert_equal(gradients(net), everyone[comm.rank])
+
+
+def batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn((4, 6), generator=generator, dtype=torch.float64, device="cpu")
+
+
+def test_one_of_two_forwards_of_one_rank_has_nothing_to_differentiate(comm: Communicator) -> None:
+    torch.manual_seed(1)
+    net = Heads().double()
+    with wrapped(net, comm, **FIND) as model:
+        for number in range(4):
+            model.zero_grad()
+            x = values.placed(batch(0, 0))
+            skips = number == 1 and comm.rank == comm.size - 1
+            (model(x)[0].sum() + model(x, is_frozen=skips)[0].sum()).backward()
+            share = (2 * comm.size - (number == 1)) / comm.size
+            assert net.one.bias.grad is not None
+            assert_equal([net.one.bias.grad], [torch.full((2,), 4.0 * share, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("options", [{}, FIND], ids=str)

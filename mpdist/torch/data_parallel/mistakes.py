@@ -107,3 +107,13 @@ def uneven_forwards(where: str, mine: int, ranks: int, total: int) -> str:
         f"together {total}. A rank that skips a backward averages its next one with this one of the others, and is "
         "missing at the end; use join() for uneven inputs"
     )
+
+
+def cannot_shadow_norm(where: str, name: str) -> UsageError:
+    """A rank without inputs is to take part in what it makes no forward for."""
+    return UsageError(
+        f"DistributedDataParallel on {where}: this rank has no inputs left, and {name} normalises over the batches of "
+        "all ranks in their forwards, where this rank would be missing: give all ranks as many batches "
+        "(drop_last=True), end all with the first, by join(throw_on_early_termination=True), or train with plain "
+        "batch norm"
+    )

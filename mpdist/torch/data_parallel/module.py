@@ -30,6 +30,7 @@ from mpdist.torch.data_parallel.plan import sizes_of_buckets
 from mpdist.torch.data_parallel.reducer import Reducer
 from mpdist.torch.data_parallel.sparse import sparse_parameters
 from mpdist.torch.data_parallel.unused import Unused
+from mpdist.torch.sync_batch_norm import synchronized_norm
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
@@ -315,6 +316,9 @@ class DistributedDataParallel(TorchDataParallel):
         if not self._joins_by_itself:
             ranks, self._others_average, _ = self._roll.call(False)
             self._set_contributors(ranks)
+        norm = synchronized_norm(self.module)
+        if norm is not None:
+            raise mistakes.cannot_shadow_norm(self.reducer.where, norm)
         if self.require_forward_param_sync and self.broadcast_buffers:
             self._sync_module_buffers(authority(self.comm, False))
         self.require_forward_param_sync = self._others_average

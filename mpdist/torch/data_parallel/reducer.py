@@ -79,8 +79,7 @@ class Reducer:
         self.bucket_type = bucket_type
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] | None = None
-        self.is_expected = False
-        self.is_active = False
+        self.is_expected = self.is_active = False
         self.step = 0
         self.contributors = comm.size
         self.divisor = float(comm.size)
@@ -89,7 +88,7 @@ class Reducer:
         self.overlap = Overlap(comm, device)
         self.streams = None if device.type == "cpu" else Streams(device)
         self.hook: Hook | None = None
-        self.broken = ""
+        self.broken = self._empty_output = ""
         self.before_start: Callable[[], None] | None = None
         self.find_stranger: Callable[[], str | None] = lambda: None
         self._all = [
@@ -104,11 +103,9 @@ class Reducer:
         self._seen: list[int] = []
         self._aside: Aside | None = None
         self.number = next(running.numbers)
-        self._started = 0
-        self._is_closing = self._is_absent = False
-        self._forwards = 0
-        self._empty_output = ""
-        self._has_warned = False
+        self._started = self._forwards = 0
+        self._is_closing = self._is_absent = self._has_warned = False
+        self._partial = NO_TASK  # the last task for some tensors only that has come by an output
         # Derivatives were made, whose backward comes by no output: so it is expected after another one, too.
         self._has_derivatives = self._is_kept = False
         self.look_at_parameters()
@@ -152,6 +149,7 @@ class Reducer:
 
     def expect(self, output: Any) -> None:
         """A forward is over, and backward will enter by its output."""
+        is_another = self.is_expected and self._forwards > 0 and not self._empty_output
         self.prepare_for_backward()
         if self._is_kept:
             self._is_kept = self._has_derivatives = False
@@ -159,6 +157,8 @@ class Reducer:
         with self._hooks.ignoring():
             entrance = outputs.watch(output, self._entered)
         if entrance is not outputs.Entrance.NONE or not self.unused.is_allowed or not self.slots or is_in_backward():
+            return
+        if is_another:  # the backward by the output of one before takes part
             return
         self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
         self._empty_output = type(output).__name__
@@ -184,6 +184,7 @@ class Reducer:
         A task for some tensors only, as of autograd.grad(), may reach no parameter: the first gradient begins there.
         """
         if not is_whole_backward():
+            self._partial = current_task()
             self._has_derivatives = self._has_derivatives or torch.is_grad_enabled()
         elif not self.is_active and self.slots:
             self.begin()
@@ -224,8 +225,7 @@ class Reducer:
         self._is_absent = is_absent
         self.unused.begin()
         self.step += 1
-        self._is_closing = False
-        self._started = 0
+        self._is_closing, self._started = False, 0
         self._seen.clear()
         if self.streams is not None:
             self.streams.begin()
@@ -248,7 +248,7 @@ class Reducer:
     def ready(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is complete; runs inside backward, once for each parameter, which it is given."""
         if not self.is_active:
-            if not self.is_expected:  # no_sync(): gradients only accumulate
+            if not self.is_expected and current_task() != self._partial:  # no_sync(): gradients only accumulate
                 self.unused.touched.add(slot)
                 return
             self._begin_with(slot)
