@@ -185,7 +185,7 @@ class PointToPoint(Operations):
             try:
                 message = await self._channel.inbox.receive(receive)
             except ClosedError:
-                if not self._channel.is_closed:
+                if not (self._channel.is_closed or self._channel.is_ending):
                     raise
                 return
             yield message

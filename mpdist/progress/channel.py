@@ -79,6 +79,7 @@ class Channel:
         recent: name, words and place of the last of them.
         timeout: seconds a collective may take; None: the job's default; 0: for ever.
         broken: why it refuses further use; empty while it does not.
+        is_ending: because the job ends: who iterates over messages is at their end.
         team: what its members share in memory, kept for the algorithms that do.
         devices: the same of their devices.
         teller: who tells the others as what this member comes to a collective, where they want to know.
@@ -95,6 +96,7 @@ class Channel:
     devices: Team | None = None
     teller: object = None
     showing: Showing | None = None
+    is_ending = False
 
     def __init__(self, engine: Engine, transport: Transport, name: str, world_ranks: Sequence[int]) -> None:
         self.engine = engine
@@ -180,7 +182,7 @@ class Channel:
                     if not single:
                         self._running = work
                     work._start()
-            self._hand_out()  # a close that is over at once has ended others
+            self.hand_out()  # a close that is over at once has ended others
             self.engine.ticking.ensure()
         except BaseException:  # of a signal's handler
             if work.sequence:
@@ -384,9 +386,9 @@ class Channel:
         if together and not self.unfinished():
             self.transport.free()
         self.refuse(why)
-        self._hand_out()
+        self.hand_out()
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
         """Have callbacks called; where this thread holds the lock, whoever drives does so after its release."""
         engine = self.engine
         if engine.finished and not engine.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
@@ -407,6 +409,7 @@ class Channel:
     def refuse(self, why: str) -> None:
         """Refuse everything, for this reason."""
         self.give_up(why)
+        self.flags = bytearray(len(self.flags))  # a send looks at them before it is refused: finalize() unmaps them
         self.__class__ = ClosedChannel
 
     def _refuse_to_send(self, *_: object) -> Any:

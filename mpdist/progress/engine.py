@@ -367,13 +367,6 @@ class Engine:
         if self.on_limit is not None:
             self.on_limit(None)
 
-    def fail_later(self, work: Work[Any], error: BaseException) -> None:
-        """Fail a pending Work; from any thread."""
-        with self.lock:
-            if not work._done:
-                work._expire(error)
-        self.flush()
-
     def start_thread(self) -> None:
         """Drive in a thread of its own too, so that operations advance while Python computes."""
         if self._thread is None:

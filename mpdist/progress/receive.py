@@ -307,7 +307,7 @@ class Receive(Wrapped[Message]):
         with self._channel.engine.lock:
             withdrawn = not self._done and self._leave_queue()
         if withdrawn:
-            self._channel.engine.flush()
+            self._channel.hand_out()
         return withdrawn
 
     def _leave_queue(self) -> bool:
@@ -342,7 +342,7 @@ class Receive(Wrapped[Message]):
         with engine.lock:
             if not (self._given_up or self._cancelled or self._looked_at):
                 self._give_up()
-        engine.flush()
+        self._channel.hand_out()
 
     def _give_up(self) -> None:
         if not self._done and self._leave_queue():

@@ -277,9 +277,11 @@ class Control:
         try:
             failing, self._failing = self._failing, []
             for work, error in failing:
-                self._engine.fail_later(work, error)
+                if not work._done:
+                    work._expire(error)
         finally:
             self._engine.lock.release()
+        self._engine.flush()
 
     # ------------------------------------------------------------------ taking long
 

@@ -59,9 +59,11 @@ def drain_left(engine: Engine) -> None:
     """Complete, once all ranks have agreed, what all have begun on communicators that they have left.
 
     A rank that leaves one by an exception drops what has not begun there yet, though others may have begun it, and
-    receives no more: they would wait for ever.
+    receives no more: they would wait for ever. And a communicator whose making has timed out is made all the same, in
+    a call of MPI that blocks until all ranks make it.
     """
     end = monotonic() + ALONE_SECONDS
+    engine.drive_while(lambda: engine.creating > 0, ALONE_SECONDS)
     for work in unfinished(engine):
         engine.wait(work, max(end - monotonic(), 0.0))
 
@@ -89,6 +91,7 @@ def refuse_all(engine: Engine, why: str) -> None:
     """Refuse what other threads of the program want to post from now on."""
     for channel in list(engine.channels):
         if not channel.is_closed:
+            channel.is_ending = True
             channel.give_up(why)
     if has_threads():
         sleep(POSTING_SECONDS)
@@ -107,14 +110,15 @@ def drop_all(engine: Engine, why: str) -> None:
 def close_all(engine: Engine, why: str) -> None:
     """Close every communicator, and report the messages that nobody has received; receives are withdrawn.
 
-    Memory for copies of devices is given back.
+    Iterators over messages end as at any closing. Memory for copies of devices is given back.
     """
     for channel in list(engine.channels):
         if not channel.is_closed:
             if channel is not engine.meeting:  # where those who have left may have been heard by nobody
                 _report_unclaimed(channel)
             for receive in list(channel.inbox.box.waiting()):
-                receive.cancel()
+                if not receive.is_listener:
+                    receive.cancel()
             channel.close(why, together=True)
     engine.awareness.close()
     for pinned in engine.staging.values():

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -501,3 +502,30 @@ async def test_a_handler_that_raises_loses_its_letter_only(
     error = capfd.readouterr().err
     assert f"a letter of rank {sender} is dropped" in error
     assert "ZeroDivisionError" in error
+
+
+@pytest.mark.parametrize("op", ["recv", "sendrecv"])
+def test_a_callback_of_what_timed_out_holds_nobody_up(comm: mpdist.Communicator, op: str) -> None:
+    """The control thread calls it, and not under the lock that whoever drives needs."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    called, exchanged = threading.Event(), threading.Event()
+    answers: list[bool] = []
+
+    def callback(_: object) -> None:
+        called.set()
+        answers.append(exchanged.wait(20))
+
+    if op == "recv":
+        work = comm.recv(src=left, tag=comm.rank)
+    else:  # what its neighbour sends has another tag
+        work = comm.sendrecv(np.ones(2), right, src=left, tag=comm.rank)
+    work.within(0.1).add_done_callback(callback)
+    assert called.wait(20)
+    comm.sendrecv(np.ones(1 << 18), right, src=left, tag=9).wait()
+    exchanged.set()
+    assert isinstance(work.exception(), mpdist.WorkTimeout)
+    if op == "sendrecv":
+        comm.recv(src=left, tag=left).wait()
+    while not answers:
+        time.sleep(0.001)
+    assert answers == [True]

@@ -14,7 +14,8 @@ START_SECONDS = 5.0
 ENDINGS = [
     "various", "loop", "finalize", "late", "needed", "left", "mpi4py_first", "mpi4py_later", "many_tags", "seen_task",
     "forgotten_task_of_another_loop", "before", "many_files", "exits", "beside",
-    "thread_that_waits", "finalize_in_threads",
+    "thread_that_waits", "finalize_in_threads", "dup_that_timed_out", "subgroup_that_timed_out", "iterator_in_a_thread",
+    "sends_after_finalize",
 ]  # fmt: skip
 
 

@@ -441,6 +441,58 @@ def servants():
     time.sleep(0.5)
 
 
+def dup_that_timed_out():
+    """On all ranks, which do nothing meanwhile, and come to the end one after the other."""
+    making_that_times_out(lambda world: world.dup())
+
+
+def subgroup_that_timed_out():
+    making_that_times_out(lambda world: world.subgroup(range(world.size)))
+
+
+def making_that_times_out(make):
+    world = mpdist.init()
+    work = make(world).within(0.1)
+    time.sleep(1)
+    if work.done():
+        work.exception()
+    time.sleep(0.2 * world.rank)
+
+
+def iterator_in_a_thread():
+    """Over messages; it ends, and what comes after it is done."""
+    world = mpdist.init()
+    ended = []
+
+    async def serve():
+        async for message in world.messages(tag=7):
+            await world.send(10 * message.data, message.src, tag=8)
+        ended.append(True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    other = (world.rank + 1) % world.size
+    world.send(np.ones(2), other, tag=7).wait()
+    assert world.recv(src=other, tag=8).wait().data[0] == 10
+    mpdist.finalize()
+    thread.join()
+    assert ended == [True], ended
+
+
+def sends_after_finalize():
+    world = mpdist.init()
+    known, new = ((world.rank + step) % world.size for step in (1, 2))
+    world.sendrecv(np.ones(2), known, src=(world.rank - 1) % world.size).wait()
+    mpdist.finalize()
+    for x in (np.ones(3), bytearray(3)):
+        for dst in (known, new):
+            try:
+                world.send(x, dst)
+            except mpdist.ClosedError:
+                continue
+            raise AssertionError("it was not refused")
+
+
 def thread_that_waits():
     """A daemon thread waits for a message that nobody sends, and goes on when the program has called finalize()."""
     world = mpdist.init()
