@@ -35,7 +35,7 @@ _NONE = -1  # travels in place of color None
 class Blocking(Generic[R]):
     """A call that blocks until other ranks make it too, as a request; it is made at the second look, or in a thread.
 
-    A thread for each would take 0.4 ms more by MPICH and up to 20 by Open MPI, whose calls wait for one another.
+    A thread for each would take 0.3 ms more by MPICH, and up to 14 by Open MPI, whose calls wait for one another.
     """
 
     def __init__(self, engine: Engine, call: Callable[[], R]) -> None:

@@ -50,7 +50,7 @@ def fault_of(tensor: Tensor) -> str:
     if is_sharded(tensor):
         return (
             f"is a {type(tensor).__name__}, of which each rank has its part: fully_shard() and parallelize_module() "
-            "average the gradients of what they share out; wrap the module before, or not at all"
+            "average the gradients of what they share out by themselves, so leave the wrapper out"
         )
     if is_sparse(tensor):
         return (
