@@ -276,9 +276,7 @@ class Control:
             return
         try:
             failing, self._failing = self._failing, []
-            for work, error in failing:
-                if not work._done:
-                    work._expire(error)
+            _expire_all(failing)
         finally:
             self._engine.lock.release()
         self._engine.flush()
@@ -321,3 +319,9 @@ class Control:
             operations = [operation for _, operation in told]
             text = diagnosis.report(socket.gethostname(), self._rank, operations, inquiry.answers, more)
             write_error(text)
+
+
+def _expire_all(failing: Sequence[tuple[Work[Any], MpdistError]]) -> None:
+    for work, error in failing:
+        if not work._done:
+            work._expire(error)
