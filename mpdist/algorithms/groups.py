@@ -2,10 +2,9 @@
 
 MPI makes communicators in calls that block until all members have come. So the
 members first agree, step by step like any collective, and only when all are
-there, at the next look, the blocking call is made: not while it is posted, after
-which a member may do something else before it looks. Where several are being made
-at once, two ranks might make their calls in different order and wait for each
-other: then each call gets a thread of its own.
+there the blocking call is made. Where several are being made at once, two ranks
+might make their calls in different order and wait for each other: then each call
+gets a thread of its own.
 """
 
 from __future__ import annotations
@@ -33,40 +32,27 @@ _NONE = -1  # travels in place of color None
 
 
 class Blocking(Generic[R]):
-    """A call that blocks until other ranks make it too, as a request. Made at the second look, of several in threads.
-
-    A thread for each would take 0.3 ms more by MPICH, and up to 14 by Open MPI, whose calls wait for one another.
-    """
+    """A call that blocks until other ranks make it too, as a request."""
 
     def __init__(self, engine: Engine, call: Callable[[], R]) -> None:
-        self._engine = engine
         self._call = call
         self._result: R | None = None
-        self._error: Exception | None = InterruptedError("by the handler of a signal")
-        self._is_seen = self._is_made = False
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        if engine.creating > 1 and engine.is_threaded:
+            self._thread = threading.Thread(target=self._run, name="mpdist-group", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
 
     def _run(self) -> None:
-        self._is_made = True
         try:
             self._result = self._call()
-            self._error = None
         except Exception as error:  # raised again by `result`
             self._error = error
 
     def Test(self) -> bool:
-        if self._thread is not None:
-            return not self._thread.is_alive()
-        if not self._is_seen:
-            self._is_seen = True
-            return False
-        if self._engine.creating > 1 and self._engine.is_threaded and not self._is_made:
-            self._thread = threading.Thread(target=self._run, name="mpdist-group", daemon=True)
-            self._thread.start()
-            return False
-        if not self._is_made:
-            self._run()
-        return True
+        return self._thread is None or not self._thread.is_alive()
 
     def result(self) -> R:
         if self._error is not None:

@@ -133,8 +133,9 @@ class Channel:
     def ring(self, rank: int) -> None:
         """Wake the member if it sleeps: something happened that it may wait for."""
         peer = self.world_ranks[rank]
-        if self.flags[peer]:
-            self.engine.doorbell.ring(peer)
+        doorbell = self.engine.doorbell
+        if doorbell.flags[peer]:
+            doorbell.ring(peer)
 
     # ------------------------------------------------------------------ collectives
 

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import zipfile
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,17 +168,22 @@ def _save(state: Mapping[str, Any], draft: Path) -> None:
         ) from error
 
 
-def _shard(value: Any, name: str = "") -> str | None:
+def _shard(state: Any) -> str | None:
     """The name of an entry of which rank 0 has its shard only."""
-    if is_sharded(value):
-        return name
-    entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        entries = value.items()
-    elif isinstance(value, list | tuple):
-        entries = enumerate(value)
-    found = (_shard(entry, f"{name}[{key!r}]" if name else str(key)) for key, entry in entries)
-    return next(filter(None, found), None)
+    seen: set[int] = set()
+    left: deque[tuple[str, Any]] = deque([("", state)])
+    while left:
+        name, value = left.popleft()
+        if is_sharded(value):
+            return name
+        if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, entry in entries:
+            if isinstance(entry, torch.Tensor | Mapping | list | tuple):
+                left.append((f"{name}[{key!r}]" if name else str(key), entry))
+    return None
 
 
 def _culprit(name: str, value: Any) -> tuple[str, Any] | None:

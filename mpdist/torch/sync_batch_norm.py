@@ -22,14 +22,13 @@ from mpdist.torch.compiling import leave_alone
 from mpdist.torch.waiting import finish
 
 
-def synchronized_norm(module: torch.nn.Module) -> str | None:
-    """The name of a part of the module that normalises over several ranks now; None where none does."""
+def synchronized_norm(module: torch.nn.Module, ranks: int) -> str | None:
+    """The name of a part of the module that normalises over so many ranks now; None where none does."""
     for name, part in module.named_modules():
-        if part.training and (
-            isinstance(part, torch.nn.SyncBatchNorm)
-            or (isinstance(part, SyncBatchNorm) and _shared_group(part.process_group) is not None)
-        ):
-            return name or type(part).__name__
+        if part.training and isinstance(part, SyncBatchNorm | torch.nn.SyncBatchNorm):
+            group = _shared_group(part.process_group)
+            if group is not None and _size(group) == ranks:
+                return name or type(part).__name__
     return None
 
 
@@ -182,9 +181,11 @@ def _shared_group(given: dist.ProcessGroup | Communicator | None) -> dist.Proces
     group = given
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else _world()
-    if group is None or (group.size if isinstance(group, Communicator) else dist.get_world_size(group)) == 1:
-        return None
-    return group
+    return None if group is None or _size(group) == 1 else group
+
+
+def _size(group: dist.ProcessGroup | Communicator) -> int:
+    return group.size if isinstance(group, Communicator) else dist.get_world_size(group)
 
 
 def _world() -> Communicator | None:

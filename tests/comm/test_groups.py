@@ -9,9 +9,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
-from time import sleep
 
 import numpy as np
 import pytest
@@ -592,19 +590,6 @@ async def test_a_forked_child_does_not_warn_or_close(comm: Communicator) -> None
     _, status = await asyncio.to_thread(os.waitpid, pid, 0)
     assert status == 0
     assert await total(comm) == sum(comm.ranks)
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_a_making_holds_nobody_who_meets_the_others_outside_of_mpdist(comm: Communicator) -> None:
-    """The last to come finds all there, and MPI's own call would wait for those who have not looked since."""
-    from mpi4py import MPI
-
-    for make in (comm.dup, partial(comm.split, 0), partial(comm.subgroup, range(comm.size))):
-        if comm.rank == comm.size - 1:
-            sleep(0.1)
-        work = make()
-        MPI.COMM_WORLD.Barrier()
-        work.wait().close().wait()
 
 
 @pytest.mark.ranks(2, 3)

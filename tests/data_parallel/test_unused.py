@@ -216,15 +216,14 @@ def test_gradient_of_an_input_before_backward(
 
 
 class Heads(nn.Module):
-    """Two outputs, of parameters of their own, or the output of one that is not trained."""
+    """Two outputs, of parameters of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other, self.frozen = (nn.Linear(6, 2) for _ in range(3))
-        self.frozen.requires_grad_(False)
+        self.one, self.other = (nn.Linear(6, 2) for _ in range(2))
 
-    def forward(self, x: Tensor, is_frozen: bool = False) -> tuple[Tensor, Tensor]:
-        return (self.frozen(x), self.frozen(x)) if is_frozen else (self.one(x), self.other(x))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
 
 
 @pytest.mark.parametrize("options", [{}, FIND], ids=str)
@@ -265,20 +264,6 @@ def test_two_backwards_for_some_tensors_are_averaged_each(comm: Communicator, op
 def batch(rank: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * number + rank)
     return torch.randn((4, 6), generator=generator, dtype=torch.float64, device="cpu")
-
-
-def test_one_of_two_forwards_of_one_rank_has_nothing_to_differentiate(comm: Communicator) -> None:
-    torch.manual_seed(1)
-    net = Heads().double()
-    with wrapped(net, comm, **FIND) as model:
-        for number in range(4):
-            model.zero_grad()
-            x = values.placed(batch(0, 0))
-            skips = number == 1 and comm.rank == comm.size - 1
-            (model(x)[0].sum() + model(x, is_frozen=skips)[0].sum()).backward()
-            share = (2 * comm.size - (number == 1)) / comm.size
-            assert net.one.bias.grad is not None
-            assert_equal([net.one.bias.grad], [torch.full((2,), 4.0 * share, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("options", [{}, FIND], ids=str)

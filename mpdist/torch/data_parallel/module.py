@@ -316,7 +316,7 @@ class DistributedDataParallel(TorchDataParallel):
         if not self._joins_by_itself:
             ranks, self._others_average, _ = self._roll.call(False)
             self._set_contributors(ranks)
-        norm = synchronized_norm(self.module)
+        norm = synchronized_norm(self.module, self.comm.size)
         if norm is not None:
             raise mistakes.cannot_shadow_norm(self.reducer.where, norm)
         if self.require_forward_param_sync and self.broadcast_buffers:

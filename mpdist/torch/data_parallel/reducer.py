@@ -149,7 +149,6 @@ class Reducer:
 
     def expect(self, output: Any) -> None:
         """A forward is over, and backward will enter by its output."""
-        is_another = self.is_expected and self._forwards > 0 and not self._empty_output
         self.prepare_for_backward()
         if self._is_kept:
             self._is_kept = self._has_derivatives = False
@@ -157,8 +156,6 @@ class Reducer:
         with self._hooks.ignoring():
             entrance = outputs.watch(output, self._entered)
         if entrance is not outputs.Entrance.NONE or not self.unused.is_allowed or not self.slots or is_in_backward():
-            return
-        if is_another:  # the backward by the output of one before takes part
             return
         self.join_empty()  # other ranks may use parameters: no backward of this rank would tell
         self._empty_output = type(output).__name__
