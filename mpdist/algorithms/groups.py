@@ -1,10 +1,10 @@
 """Groups: making communicators without holding the event loop.
 
-MPI makes communicators in calls that block until all members have come. So the
-members first agree, step by step like any collective, and only when all are
-there the blocking call is made. Where several are being made at once, two ranks
+MPI makes communicators, but for duplicates, in calls that block until all members
+have come. So the members first agree, step by step like any collective, and only
+when all are there the call is made. Where several are being made at once, two ranks
 might make their calls in different order and wait for each other: then each call
-gets a thread of its own.
+that blocks gets a thread of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpdist.progress.collective import Steps
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
     from mpdist.progress.engine import Engine
-    from mpdist.transport.mpi import Transport
+    from mpdist.transport.mpi import Duplicate, Transport
     from mpdist.transport.requests import Request
 
 R = TypeVar("R")
@@ -89,17 +89,17 @@ def dup(transport: Transport, engine: Engine, make: Make) -> Steps[object]:
     try:
         yield transport.iall_reduce(None, as_buffer(most), "max")
         yield from dropped.close_common(transport, own, engine.dropped, int(most))
-        call = Blocking(engine, transport.dup)
-        yield call
+        duplicate = transport.idup()
+        yield duplicate
     finally:
         engine.creating -= 1
-    return make(call.result())
+    return make(duplicate.transport())
 
 
 def adopt(
     engine: Engine,
     come: Callable[[], Request],
-    duplicate: Callable[[], Transport],
+    post: Callable[[], Duplicate],
     make: Callable[[Transport, int], object],
     number: int,
 ) -> Steps[object]:
@@ -107,15 +107,16 @@ def adopt(
 
     Args:
         come: posts what all members meet by.
+        post: posts the making of the duplicate, when all have met.
         number: a member's own; the largest goes to `make`.
     """
     own = dropped.closable(engine.dropped)
     engine.creating += 1
     try:
         yield come()
-        call = Blocking(engine, duplicate)
-        yield call
-        transport = call.result()
+        duplicate = post()
+        yield duplicate
+        transport = duplicate.transport()
         facts, most = np.array([number, len(own)], np.int64), np.empty(2, np.int64)
         yield transport.iall_reduce(as_buffer(facts), as_buffer(most), "max")
         yield from dropped.close_common(transport, own, engine.dropped, int(most[1]))

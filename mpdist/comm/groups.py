@@ -72,6 +72,8 @@ class Groups(Operations):
     def split(self, color: int | None, key: int = 0) -> Joined:
         """One communicator for each color; its ranks are ordered by `key`, then by rank here.
 
+        MPI makes it in a call that all members must be in: the last to come waits there until the others look.
+
         Args:
             color: 0 to 2**31 - 1; None: in none, the result is None.
             key: of as many bits.

@@ -232,7 +232,13 @@ class Transport:
         """Reduce x, cut into blocks of `counts` elements; rank r keeps block r."""
         return self.comm.Ireduce_scatter(typed(x), typed(out), list(counts), op_of(op, x))
 
-    # ------------------------------------------------------------------ communicators: these block until all call
+    # ------------------------------------------------------------------ communicators
+
+    def idup(self) -> Duplicate:
+        """Collective. Of Open MPI the makings of this process come one after the other: all members must be at it."""
+        return Duplicate(self.comm)
+
+    # These block until all call.
 
     def dup(self) -> Transport:
         return _transport(self.comm.Dup())
@@ -287,6 +293,24 @@ class Transport:
             self.comm.Free()
 
 
+class Duplicate:
+    """A communicator that MPI duplicates, as a request."""
+
+    _posted: tuple[MPI.Intracomm, MPI.Request]
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        # Held at once: after a call a signal's handler could raise, and MPI writes into what it has been given.
+        for self._posted in map(comm.Idup, (None,)):
+            pass
+
+    def Test(self) -> bool:
+        return self._posted[1].Test()
+
+    def transport(self) -> Transport:
+        """Of the duplicate, which is there."""
+        return Transport(self._posted[0])
+
+
 def _transport(comm: MPI.Comm) -> Transport:
     assert isinstance(comm, MPI.Intracomm)
     return Transport(comm)
@@ -295,7 +319,7 @@ def _transport(comm: MPI.Comm) -> Transport:
 # ---------------------------------------------------------------------- the library
 
 
-def duplicating(comm: object) -> tuple[Callable[[], Request], Callable[[], Transport]]:
+def duplicating(comm: object) -> tuple[Callable[[], Request], Callable[[], Duplicate]]:
     """Two collective calls on an mpi4py communicator: one to meet by, and one that then makes a duplicate."""
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise UsageError(
@@ -303,7 +327,7 @@ def duplicating(comm: object) -> tuple[Callable[[], Request], Callable[[], Trans
         )
     if not isinstance(comm, MPI.Intracomm):
         raise UsageError(f"an mpi4py intracommunicator is needed, got {type(comm).__name__}")
-    return comm.Ibarrier, lambda: Transport(comm.Dup())
+    return comm.Ibarrier, lambda: Duplicate(comm)
 
 
 def start() -> Transport:

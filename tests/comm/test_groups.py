@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from itertools import combinations
+from time import sleep
 
 import numpy as np
 import pytest
@@ -590,6 +591,18 @@ async def test_a_forked_child_does_not_warn_or_close(comm: Communicator) -> None
     _, status = await asyncio.to_thread(os.waitpid, pid, 0)
     assert status == 0
     assert await total(comm) == sum(comm.ranks)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_duplicate_holds_nobody_who_meets_the_others_outside_of_mpdist(comm: Communicator) -> None:
+    """Whoever comes last finds all there, and must not wait in MPI for those who have not looked since."""
+    from mpi4py import MPI
+
+    if comm.rank == comm.size - 1:
+        sleep(0.1)
+    work = comm.dup()
+    MPI.COMM_WORLD.Barrier()
+    work.wait().close().wait()
 
 
 @pytest.mark.ranks(2, 3)
