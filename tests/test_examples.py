@@ -17,7 +17,7 @@ import pytest
 from ranks.launch import mpiexec
 from ranks.plugin import GPU_DEVICE
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.either_mpi]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 README = EXAMPLES.parent / "README.md"

@@ -373,6 +373,37 @@ def test_each_test_may_run_on_one_of_its_numbers_of_ranks(suite: Suite) -> None:
     suite.again("--each-on=one", "--ranks=2").assert_outcomes(passed=30)
 
 
+def test_halves_of_what_either_mpi_serves_have_nothing_in_common_and_are_all(suite: Suite) -> None:
+    text = """
+        pytestmark = pytest.mark.ranks(1, 2)
+
+        @pytest.mark.either_mpi
+        @pytest.mark.parametrize("x", range(20))
+        def test_one(x):
+            pass
+
+        def test_other():
+            pass
+
+        @pytest.mark.any_mpi
+        @pytest.mark.either_mpi
+        def test_other_without_mpi():
+            pass
+    """
+
+    def passed(result: pytest.RunResult) -> set[str]:
+        return {line.split(" PASSED")[0] for line in result.stdout.lines if "PASSED" in line and "test_one" in line}
+
+    first = suite.run(text, "--half=first", "--each-on=one")
+    second = suite.again("--half=second", "--each-on=one")
+    assert passed(first) and passed(second)
+    assert not passed(first) & passed(second)
+    assert len(passed(first) | passed(second)) == 20
+    for result in (first, second):
+        result.stdout.fnmatch_lines(["*test_other[[]* PASSED*"])
+        result.stdout.fnmatch_lines(["*test_other_without_mpi[[]* PASSED*"])
+
+
 def test_a_failed_example_of_hypothesis_is_shown_though_its_replay_hangs(suite: Suite) -> None:
     result = suite.run("""
         from hypothesis import given, settings, strategies

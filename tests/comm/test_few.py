@@ -21,7 +21,7 @@ from mpdist.algorithms.shared.few import FEW_BYTES, FewPlan
 from mpdist.algorithms.shared.team import LINES
 from mpdist.memory.scalars import SCALAR_FOLDS, SCALAR_FORMATS
 
-pytestmark = pytest.mark.ranks(2, 3, 4)
+pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.either_mpi]
 
 TYPES = sorted(SCALAR_FORMATS)
 

@@ -33,7 +33,7 @@ from mpdist.algorithms.shared import spread
 from mpdist.algorithms.shared.team import LARGE_SLOT_BYTES, ROUND_BYTES, SLOT_BYTES
 from mpdist.memory.arena import Block
 
-pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(180)]
+pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.either_mpi, pytest.mark.limit(180)]
 
 # Bytes around the slots' size and beyond what they hold together.
 LARGE_BYTES = (

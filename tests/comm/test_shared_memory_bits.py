@@ -15,7 +15,7 @@ from comm.reference import rounded
 import mpdist
 from mpdist import Communicator
 
-pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.limit(120)]
+pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.either_mpi, pytest.mark.limit(120)]
 
 COUNTS = (1, 13, 1000, 16_411, 200_001)
 TYPES = ("float16", "bfloat16", "float32", "float64", "complex64")

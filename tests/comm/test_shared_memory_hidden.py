@@ -16,6 +16,7 @@ from mpdist.algorithms.shared.team import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.ranks(2, 3),
+    pytest.mark.either_mpi,
     pytest.mark.skipif(sys.platform != "linux", reason="the system has no process_vm_readv"),
 ]
 

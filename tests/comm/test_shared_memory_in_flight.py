@@ -20,7 +20,7 @@ import mpdist
 from mpdist import Communicator
 from mpdist.algorithms.shared.plans import KNOWN_PLANS
 
-pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.limit(120)]
+pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.either_mpi, pytest.mark.limit(120)]
 
 SIZES = (1, 900, 8192, 16_000, 40_000, 300_000, 70_001)
 BIG = 2_000_000

@@ -18,7 +18,7 @@ from cli.jobs import ROOT, Ended
 from runtime.programs import IS_OPENMPI, Program, program, run
 from runtime.test_control_jobs import run_job
 
-pytestmark = [pytest.mark.job, pytest.mark.limit(180)]
+pytestmark = [pytest.mark.job, pytest.mark.either_mpi, pytest.mark.limit(180)]
 
 SCRIPT = str(Path(__file__).with_name("scripts") / "node_memory.py")
 FAKECLUSTER = os.environ.get("MPDIST_FAKECLUSTER", "")

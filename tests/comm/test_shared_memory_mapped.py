@@ -14,7 +14,7 @@ from mpdist.algorithms.shared import short
 from mpdist.algorithms.shared.one_round import VIEWS, AllReducePlan
 from mpdist.algorithms.shared.short import ShortPlan
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), pytest.mark.either_mpi]
 
 KNOWN = 5
 

@@ -13,7 +13,7 @@ from algorithms.forcing import CHANGING, SHARED, SLOTS, Way, forced, replaced, s
 import mpdist
 from mpdist import Communicator
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.either_mpi]
 
 COUNT = 210_000
 

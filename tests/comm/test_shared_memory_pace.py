@@ -12,7 +12,7 @@ from mpdist import Communicator, premul_sum
 from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.spread import SAMPLES
 
-pytestmark = [pytest.mark.ranks(2), pytest.mark.limit(120)]
+pytestmark = [pytest.mark.ranks(2), pytest.mark.either_mpi, pytest.mark.limit(120)]
 
 COUNTS = (100_000, 140_000, 500_001)
 

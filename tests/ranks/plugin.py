@@ -32,9 +32,11 @@ MARKS = {
     "large": "needs much memory or time; runs with --large only",
     "job": "launches real jobs, and may kill them",
     "any_mpi": "tests what no MPI changes: where all tests run with each MPI, one is enough for it",
+    "either_mpi": "of tests that MPI hardly changes: half of them with one MPI and half with another are enough",
 }
 # One of its numbers differs between tests, not between runs; another one is never the same where there are two.
 EACH_ON = ("all", "most", "one", "another")
+HALVES = ("first", "second")
 GPU_DEVICE = Path("/dev/nvidia0")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -44,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on MPI ranks")
     group.addoption("--ranks", default="", help="run only on these numbers of ranks, e.g. 1,2")
     group.addoption("--each-on", choices=EACH_ON, default="all", help="on which of its numbers of ranks a test runs")
+    group.addoption("--half", choices=HALVES, help="run only this half of the tests marked either_mpi")
     group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (default 60)")
     group.addoption("--loop", choices=("asyncio", "uvloop", "both"), help="event loop of async tests")
     group.addoption("--large", action="store_true", help="run tests that need much memory or time")
@@ -80,7 +83,11 @@ def pytest_configure_reporter(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, or was not asked to."""
+    """Skip what this machine cannot run, or was not asked to, and leave out the half that was not chosen."""
+    if half := config.getoption("--half"):
+        others = {item for item in items if _half_of(item) not in (half, None)}
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     reasons = {} if config.getoption("--large") else {"large": "runs with --large only"}
     if not GPU_DEVICE.exists():
         reasons["gpu"] = f"no GPU here ({GPU_DEVICE} does not exist)"
@@ -88,6 +95,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _half_of(item: pytest.Item) -> str | None:
+    """The same on all numbers of ranks; by other bits of the hash than those that choose one of them; None: of both."""
+    if not item.get_closest_marker("either_mpi") or item.get_closest_marker("any_mpi"):
+        return None
+    test = item.inner_id if isinstance(item, RanksItem) else item.nodeid
+    return HALVES[crc32(test.encode()) >> 16 & 1]
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli.jobs import run_mpdist
 
-pytestmark = [pytest.mark.job, pytest.mark.limit(90)]
+pytestmark = [pytest.mark.job, pytest.mark.either_mpi, pytest.mark.limit(90)]
 
 LATE_RANK = str(Path(__file__).with_name("late_rank.py"))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ranks.launch import mpiexec
 
-pytestmark = [pytest.mark.job, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.job, pytest.mark.either_mpi, pytest.mark.limit(120)]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
