@@ -396,7 +396,8 @@ def test_halves_of_what_either_mpi_serves_have_nothing_in_common_and_are_all(sui
 
     first = suite.run(text, "--half=first", "--each-on=one")
     second = suite.again("--half=second", "--each-on=one")
-    assert passed(first) and passed(second)
+    assert passed(first)
+    assert passed(second)
     assert not passed(first) & passed(second)
     assert len(passed(first) | passed(second)) == 20
     for result in (first, second):

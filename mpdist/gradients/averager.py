@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,6 +89,7 @@ class GradientAverager:
             arrays: of any library, in host memory or on a GPU, on the same kind of device on all ranks. Writable
                 ones get the result; for others (JAX) it comes back new. The same are averaged in each step:
                 torch's `zero_grad()` drops them, unless `set_to_none=False`, and `ready(i, p.grad)` gives new ones.
+                A tensor of the host that was dropped so is warned of.
             bucket_bytes: arrays travel in groups of about this size; op, compress and this are equal on all ranks.
             op: "avg", "sum", or another reduction.
             compress: "float16" or "bfloat16" for float32 and float64 on the wire; sums accumulate in float32. Not for
@@ -139,6 +141,8 @@ class GradientAverager:
         self._buckets: list[Bucket] | None = None
         self._places: list[Place] = []
         self._homes: list[Bucket] = []  # of each array
+        self._writes: list[int | None] = []  # how often each tensor was written before the end of the last step
+        self._has_warned = False
         self._started = 0
         self._agreement = Posted()
         self._results: list[Any] | None = None  # of a step whose end is not over
@@ -199,6 +203,8 @@ class GradientAverager:
                 f"it was {_text(before, str(before.device))}; "
                 "make a new GradientAverager for new shapes"
             )
+        if self._writes and array is not self._arrays[index]:
+            self._writes[index] = None
         self._arrays[index], self._buffers[index] = array, buffer
 
     def _enter(self, index: int) -> None:
@@ -207,11 +213,28 @@ class GradientAverager:
         with place.copying:
             if place.is_entered:
                 return
+            if self._writes and self._writes[index] is not None:
+                self._check_written(index, place)
             place.enter(self._buffers[index])
             with self._lock:
                 place.is_entered = True
                 self._homes[index].missing -= 1
                 self._start_full()
+
+    def _check_written(self, index: int, place: Place) -> None:
+        """Warn, once, where a tensor is what the last step has left: it is nobody's gradient any more."""
+        array, buffer = self._arrays[index], self._buffers[index]
+        if _writes_to(array) != self._writes[index] or not buffer.device.is_host:
+            return
+        last, now = np.empty(buffer.count, buffer.element.storage), buffer.array()
+        place.read(last)
+        if now.any() and np.array_equal(last.view("u1"), now.view("u1")):
+            self._has_warned, self._writes = True, []
+            warnings.warn(
+                f"{self._names[index]} is as the last step has left it, and is averaged again. Torch's zero_grad() "
+                "makes new gradients: write zero_grad(set_to_none=False), or give them by ready(i, p.grad)",
+                stacklevel=4,
+            )
 
     def _start_full(self) -> None:
         assert self._buckets is not None
@@ -251,6 +274,8 @@ class GradientAverager:
             yield from self._averaged()
             self._results = self._collected()
         results = self._results
+        if not self._has_warned:
+            self._writes = [_writes_to(array) for array in self._arrays]
         self._forget_step()
         self._results = None
         return results
@@ -370,6 +395,15 @@ def _described(x: object, name: str) -> Buffer:
         return buffer
     except (UsageError, Unavailable) as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
+
+
+def _writes_to(x: Any) -> int | None:
+    """How often torch has written to a tensor, as far as it counts; None for other arrays."""
+    try:
+        count = getattr(x, "_version", None)
+    except RuntimeError:  # made in torch.inference_mode()
+        return None
+    return count if type(count) is int else None
 
 
 def _check_writable(x: object, buffer: Buffer, name: str) -> None:

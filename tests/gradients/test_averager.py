@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -528,6 +529,46 @@ async def test_torch_tensors(comm: Communicator, dtype: str) -> None:
     for x, result in zip(tensors, results, strict=True):
         assert result is x
         assert torch.all(x == (comm.size - 1) / 2)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+@pytest.mark.parametrize("compress", [None, "bfloat16"])
+async def test_gradients_that_zero_grad_has_dropped_are_told_of(
+    comm: Communicator, compress: str | None, is_ready: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(3, 2)
+    for p in module.parameters():
+        p.data.fill_(0.5)
+
+    def backward(scale: float, *, set_to_none: bool) -> None:
+        module.zero_grad(set_to_none=set_to_none)
+        (module(torch.ones(1, 3)).sum() * scale * (comm.rank + 1)).backward()
+
+    backward(1.0, set_to_none=False)
+    parameters = [*module.parameters()]
+    averager = GradientAverager(comm, [p.grad for p in parameters], compress=compress, names=["weight", "bias"])
+
+    async def step(*given: Any) -> None:
+        for i, gradient in enumerate(given or [None] * is_ready * 2):
+            averager.ready(i, gradient)
+        await averager
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (1.0, 1.0, 2.0):
+            backward(scale, set_to_none=False)
+            await step()
+            assert torch.all(parameters[0].grad == scale * (comm.size + 1) / 2)
+        backward(3.0, set_to_none=True)
+        await step(*(p.grad for p in parameters))
+        assert torch.all(parameters[0].grad == 3.0 * (comm.size + 1) / 2)
+    backward(4.0, set_to_none=True)
+    with pytest.warns(UserWarning, match=r"^weight is as the last step has left it"):
+        await step()
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        await step()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,8 @@ from mpdist.runtime import describe_pending, diagnosis
 from mpdist.runtime.control import MOST_FAILURES, Control
 from mpdist.runtime.mail import Mail
 
-pytestmark = [pytest.mark.ranks(3), pytest.mark.either_mpi]  # most of these tests wait; on 2 ranks: test_control_jobs.py
+# Most of these tests wait; on 2 ranks: test_control_jobs.py
+pytestmark = [pytest.mark.ranks(3), pytest.mark.either_mpi]
 
 TOKEN = 77
 Start = Callable[..., Control]
