@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 # No bucket is as large.
 MOST_BYTES = 2**62
 
+Mark = tuple[int, int]
+"""Number of writes to a tensor, and its address."""
+
 
 class Kind(NamedTuple):
     """What may not be mixed in one bucket."""
@@ -141,7 +144,7 @@ class GradientAverager:
         self._buckets: list[Bucket] | None = None
         self._places: list[Place] = []
         self._homes: list[Bucket] = []  # of each array
-        self._writes: list[int | None] = []  # how often each tensor was written before the end of the last step
+        self._marks: list[Mark | None] = [None] * len(self._arrays)  # of each tensor at the end of the last step
         self._has_warned = False
         self._started = 0
         self._agreement = Posted()
@@ -203,8 +206,8 @@ class GradientAverager:
                 f"it was {_text(before, str(before.device))}; "
                 "make a new GradientAverager for new shapes"
             )
-        if self._writes and array is not self._arrays[index]:
-            self._writes[index] = None
+        if array is not self._arrays[index]:
+            self._marks[index] = None
         self._arrays[index], self._buffers[index] = array, buffer
 
     def _enter(self, index: int) -> None:
@@ -213,7 +216,7 @@ class GradientAverager:
         with place.copying:
             if place.is_entered:
                 return
-            if self._writes and self._writes[index] is not None:
+            if self._marks[index] is not None:
                 self._check_written(index, place)
             place.enter(self._buffers[index])
             with self._lock:
@@ -224,12 +227,12 @@ class GradientAverager:
     def _check_written(self, index: int, place: Place) -> None:
         """Warn, once, where a tensor is what the last step has left: it is nobody's gradient any more."""
         array, buffer = self._arrays[index], self._buffers[index]
-        if _writes_to(array) != self._writes[index] or not buffer.device.is_host:
+        if _mark(array, buffer) != self._marks[index]:
             return
         last, now = np.empty(buffer.count, buffer.element.storage), buffer.array()
         place.read(last)
         if now.any() and np.array_equal(last.view("u1"), now.view("u1")):
-            self._has_warned, self._writes = True, []
+            self._has_warned, self._marks = True, [None] * len(self._arrays)
             warnings.warn(
                 f"{self._names[index]} is as the last step has left it, and is averaged again. Torch's zero_grad() "
                 "makes new gradients: write zero_grad(set_to_none=False), or give them by ready(i, p.grad)",
@@ -275,7 +278,7 @@ class GradientAverager:
             self._results = self._collected()
         results = self._results
         if not self._has_warned:
-            self._writes = [_writes_to(array) for array in self._arrays]
+            self._marks = [_mark(x, buffer) for x, buffer in zip(self._arrays, self._buffers, strict=True)]
         self._forget_step()
         self._results = None
         return results
@@ -397,13 +400,13 @@ def _described(x: object, name: str) -> Buffer:
         raise type(error)(f"{name}: {error}") from error.__cause__
 
 
-def _writes_to(x: Any) -> int | None:
-    """How often torch has written to a tensor, as far as it counts; None for other arrays."""
+def _mark(x: Any, buffer: Buffer) -> Mark | None:
+    """What changes when a tensor of the host is written, or gets other memory, as far as torch tells; else None."""
     try:
-        count = getattr(x, "_version", None)
+        writes = getattr(x, "_version", None)
     except RuntimeError:  # made in torch.inference_mode()
         return None
-    return count if type(count) is int else None
+    return (writes, buffer.address) if type(writes) is int and buffer.device.is_host else None
 
 
 def _check_writable(x: object, buffer: Buffer, name: str) -> None:
