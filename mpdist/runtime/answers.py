@@ -147,12 +147,16 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
     channels = {work._channel for work in works} | set(engine.channels)
     by_key = {key_of(each.name, each.world_ranks): each for each in channels}
     posted = posted_collectives(engine)
+    # Of a communicator that this rank never had: a signal's handler has interrupted its making, or its name differs
+    # between ranks. Where some are forgotten, it may be one of those.
+    of_unknown = None if len(engine.closed) == engine.closed.maxlen else 0
     return Answer(
         is_finished=is_finished,
         place=waiting.place(engine)[:MOST_TEXT],
         waits=tuple(operation_of(work).where[:MOST_TEXT] for work in waiting.awaited(engine)[:1]),
         channels={
-            key: _state(posted.get(key), by_key.get(key), asker, works, sequences) for key, sequences in wanted.items()
+            key: _state(posted.get(key, of_unknown), by_key.get(key), asker, works, sequences)
+            for key, sequences in wanted.items()
         },
         daemons=tuple(name[:MOST_TEXT] for name in waiting.daemons()[:MOST_DAEMONS]) if is_finished else (),
     )

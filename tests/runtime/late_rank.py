@@ -22,6 +22,15 @@ async def leaves_before_a_collective(world: World) -> None:
         await world.all_reduce(np.ones(4, np.float32))
 
 
+async def leaves_a_communicator_that_it_never_had(world: World) -> None:
+    """The same on one that rank 1 has under another name."""
+    from mpi4py import MPI
+
+    comm = mpdist.Communicator.from_mpi4py(MPI.COMM_WORLD, f"of {world.rank}")
+    if world.rank == 0:
+        await comm.all_reduce(np.ones(4, np.float32))
+
+
 async def leaves_before_a_send(world: World) -> None:
     """Rank 1 ends while rank 0 waits for a message, beside a task that waits for another one."""
     if world.rank == 0:
