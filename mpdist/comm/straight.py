@@ -40,7 +40,7 @@ IPC_FROM = {
 }
 # The same where all ranks use one GPU: where one of them reaches all arrays, and where not. Their kernels take turns,
 # which takes longer than copies to the host and back, which need not. On an H100 both ways take the same time at these
-# sizes (2026-11-22, bench/RESULTS.md).
+# sizes (2026-11-22).
 LED_FROM = 256 * 1024
 ONE_GPU_FROM = 2 * 1024 * 1024
 
