@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import warnings
@@ -145,7 +146,8 @@ class Groups(Operations):
     def close(self) -> Work[None]:
         """Close the communicator; all members do. Its later use raises ClosedError.
 
-        Messages that nobody has received are reported on stderr; iterators over `messages` end. Where it refuses
+        Messages that nobody has received are reported on stderr; iterators over `messages` end, and a task that has
+        not had its turn yet gets none: `async with` lets it begin. Where it refuses
         use because its ranks may be out of step, or others have left it by an exception, it is closed here only.
         Sends whose await has ended early, by a timeout perhaps, are completed before.
 
@@ -210,12 +212,30 @@ class Groups(Operations):
         Sends and collectives that are pending are completed before; receives that no message has met by the time
         all members have come end with ClosedError.
         """
-        if self._channel.is_closed:
-            return
-        if kind is not None or self._channel.broken:
-            self._leave(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
-            return
-        await self._close()
+        closing = None
+        try:
+            if kind is None:
+                await self._let_messages_be_taken()
+        finally:
+            if not self._channel.is_closed:
+                if kind is not None or self._channel.broken:
+                    self._leave(f"it was left by {kind.__name__ if kind else 'the end of its block'}")
+                else:
+                    closing = self._close()
+        if closing is not None:
+            await closing
+
+    async def _let_messages_be_taken(self) -> None:
+        """Give turns to tasks that take messages, one that has not begun, too, as long as each takes any."""
+        left = sys.maxsize
+        while True:
+            await asyncio.sleep(0)
+            if self._channel.broken:
+                return
+            waiting = self._channel.inbox.take_in()
+            if not waiting or waiting >= left:
+                return
+            left = waiting
 
     def __reduce__(self) -> NoReturn:
         """Neither copied nor pickled: a copy that goes would close what this one still uses."""

@@ -313,6 +313,14 @@ class Inbox:
                 break
         return senders <= self._all_came_of
 
+    def take_in(self) -> int:
+        """Take what has arrived; how many messages nobody has received."""
+        with self.engine.lock:
+            while self.poll():
+                pass
+        self.engine.flush()
+        return self.box.messages
+
     def take_unclaimed(self) -> Iterator[tuple[int, Any, int]]:
         """Source, MPI's message and size of what nobody has received and MPI still has; it stays listed.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.debug.lines import is_ours, short
 from mpdist.errors import UsageError
 from mpdist.progress import current
-from mpdist.progress.collective import Place, line_of
+from mpdist.progress.collective import Collective, Place, line_of
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.receive import Receive
 from mpdist.progress.send import Send
@@ -55,9 +55,17 @@ def _line(work: Work[Any]) -> str:
 
 
 def posted_collectives(engine: Engine) -> dict[str, int]:
-    """For each communicator by key: number of collectives posted; of those closed last, of those begun."""
+    """For each communicator by key: number of collectives posted; of those closed last, of those begun.
+
+    Of one in which a signal's handler has interrupted a collective: those before that one, which goes no further.
+    """
     closed = {key_of(name, ranks): number for name, ranks, number in list(engine.closed)}
-    return closed | {key_of(each.name, each.world_ranks): each.sequence for each in list(engine.channels)}
+    posted = {key_of(each.name, each.world_ranks): each.sequence for each in list(engine.channels)}
+    for work in list(engine.wrecks):
+        key = key_of(work._channel.name, work._channel.world_ranks)
+        if isinstance(work, Collective) and work.sequence and key in posted:
+            posted[key] = min(posted[key], work.sequence - 1)
+    return closed | posted
 
 
 # ---------------------------------------------------------------------- this rank's operations

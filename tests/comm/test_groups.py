@@ -356,6 +356,20 @@ async def test_iterators_over_messages_end_with_the_communicator(
     assert capfd.readouterr().err == ""
 
 
+async def test_a_task_that_has_not_begun_gets_its_messages_before_a_block_ends(comm: Communicator) -> None:
+    got = []
+
+    async def serve(part: Communicator) -> None:
+        got.extend([message.src async for message in part.messages(tag=1)])
+
+    async with asyncio.TaskGroup() as tasks, comm.dup() as part:
+        tasks.create_task(serve(part))
+        for _ in range(3):
+            await part.send(np.ones(1), (comm.rank + 1) % comm.size, tag=1)
+        await part.barrier()
+    assert got == [(comm.rank - 1) % comm.size] * 3
+
+
 async def test_a_receive_that_waits_when_all_leave_is_told_and_one_that_is_met_gets_its_message(
     comm: Communicator, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 
 import numpy as np
 
 import mpdist
+from mpdist.algorithms import dropped
 
 World = mpdist.Communicator
 
@@ -29,6 +31,25 @@ async def leaves_a_communicator_that_it_never_had(world: World) -> None:
     comm = mpdist.Communicator.from_mpi4py(MPI.COMM_WORLD, f"of {world.rank}")
     if world.rank == 0:
         await comm.all_reduce(np.ones(4, np.float32))
+
+
+async def leaves_a_collective_that_a_handler_has_interrupted(world: World) -> None:
+    """Rank 1 has called it, but a signal's handler has raised before its last step."""
+    if world.rank == 1:
+
+        def interrupt(*_: object) -> Generator[None]:
+            signal.raise_signal(signal.SIGALRM)
+            yield
+
+        def raise_error(*_: object) -> None:
+            raise InterruptedError
+
+        signal.signal(signal.SIGALRM, raise_error)
+        dropped.close_common = interrupt
+        with contextlib.suppress(InterruptedError, mpdist.MpdistError):
+            await world.dup()
+    else:
+        await world.dup()
 
 
 async def leaves_before_a_send(world: World) -> None:

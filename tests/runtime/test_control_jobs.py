@@ -41,6 +41,10 @@ def test_misspelt_variable_is_told_once(tmp_path: Path, monkeypatch: pytest.Monk
             r"rank 0 waits in all_reduce float32 x 4 sum #1 on 'of 0' .* for rank 1, which has finished",
         ),
         (
+            "leaves_a_collective_that_a_handler_has_interrupted",
+            r"rank 0 waits in dup #1 on 'world' .* for rank 1, which has finished",
+        ),
+        (
             "leaves_before_a_send",
             r"rank 0 waits in recv from 1, tag 3 on 'world' \(.*late_rank.py:\d+ in leaves_before_a_send: "
             r"await world.recv\(src=1, tag=3\)\) for rank 1, which has finished",
