@@ -18,6 +18,7 @@ from mpdist.bench.gloo import Gloo
 from mpdist.bench.operations import ITEM_BYTES, OPERATIONS, Array, Operation, expected
 from mpdist.bench.rounds import check, measure
 from mpdist.bench.sizes import size_text, time_text
+from mpdist.config import NO_SETTINGS, PREFIX
 from mpdist.runtime.cores import Place
 
 if TYPE_CHECKING:
@@ -133,8 +134,12 @@ class Bench:
 def describe(raw: Raw, core: int | None, local_ranks: int, cores: int) -> dict[str, Any]:
     """What tells this run from another; of rank 0, but the cores that all ranks are pinned to."""
     mpi, version = raw.name_and_version()
-    steering = {name: value for name, value in os.environ.items() if name.startswith(("MPDIST_", "MPIR_", "OMPI_MCA_"))}
-    steering.pop("MPDIST_RUN", None)  # a secret
+    internal = tuple(f"{PREFIX}{name}" for name in NO_SETTINGS)  # a secret is among them
+    steering = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith((PREFIX, "MPIR_", "OMPI_MCA_")) and not name.startswith(internal)
+    }
     mine = {
         "mpi": mpi,
         "mpi_version": version,

@@ -22,7 +22,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, when there is no
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     open_standard_files()
-    options = build_parser().parse_args(arguments)
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _COMMANDS[options.command](options)
     except MpdistError as error:
@@ -87,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", help="start a Python program on N ranks", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure collectives on this machine", allow_abbrev=False))
     _add_info(commands.add_parser("info", help="describe this installation", allow_abbrev=False))
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # which tells of arguments that it does not know
     return parser
 
 

@@ -316,10 +316,13 @@ class Inbox:
     def take_in(self) -> int:
         """Take what has arrived; how many messages nobody has received."""
         with self.engine.lock:
-            while self.poll():
-                pass
+            self._take_in()
         self.engine.flush()
         return self.box.messages
+
+    def _take_in(self) -> None:
+        while self.poll():
+            pass
 
     def take_unclaimed(self) -> Iterator[tuple[int, Any, int]]:
         """Source, MPI's message and size of what nobody has received and MPI still has; it stays listed.

@@ -35,7 +35,14 @@ NEIGHBOURS_SECONDS = 1.0
 ABORT_SECONDS = 1.5
 
 PENDING_SHOWN = 4
-REASON_SHOWN = 400
+# Of a long reason: its begin, and its end, where an error that came from another process has its cause.
+REASON_BEGIN, REASON_END = 150, 250
+
+
+def one_line(reason: str) -> str:
+    """A reason without its line ends; of a long one not the middle."""
+    text = " ".join(reason.split())
+    return text if len(text) <= REASON_BEGIN + REASON_END else f"{text[:REASON_BEGIN]} ... {text[-REASON_END:]}"
 
 
 class Ender:
@@ -135,7 +142,7 @@ class Ender:
         return timer
 
     def _say(self, reason: str) -> None:
-        short = " ".join(reason.split())[:REASON_SHOWN]
+        short = one_line(reason)
         lines = [f"    pending: {text}" for text in self._pending_texts()]
         write_error("\n".join([*lines, f"mpdist: {self._name(self._rank, os.getpid())}: {short}; the job is stopped"]))
 

@@ -20,6 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import CommunicationError, UsageError
+from mpdist.memory.refusals import named
 from mpdist.torch.sharded import is_fully_sharded, is_sharded
 from mpdist.torch.waiting import finish
 
@@ -71,9 +72,15 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
 
     Raises:
         CommunicationError: on all ranks, if rank 0 could not read.
-        UsageError: on all ranks, if what it read is no whole checkpoint.
+        UsageError: on all ranks, if what it read is no whole checkpoint, or a part cannot be loaded.
     """
     where = f"load_checkpoint({os.fspath(path)!r})"
+    for name, part in parts.items():
+        if not hasattr(part, "load_state_dict"):
+            raise UsageError(
+                f"{where} on '{comm.name}' (rank {comm.rank}): {name} is {named(part)}, which has no "
+                "load_state_dict(); leave it out: plain values are in the dict that comes back"
+            )
     problem, data = None, b""
     if comm.rank == 0:
         try:

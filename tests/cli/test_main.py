@@ -40,6 +40,16 @@ def test_usage_says_where_the_program_stands(capsys: pytest.CaptureFixture[str])
     assert told.endswith("error: the following arguments are required: -n/-np/--ranks\n")
 
 
+@pytest.mark.parametrize("command", [["run", "-n", "2"], ["bench"], ["info"]])
+def test_an_unknown_option_is_told_by_its_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--bogus"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"usage: mpdist {command[0]} ")
+    assert told.endswith(f"mpdist {command[0]}: error: unrecognized arguments: --bogus\n")
+
+
 @pytest.mark.parametrize("option", ["-n", "-np", "--ranks"])
 def test_number_of_ranks_as_launchers_spell_it(option: str) -> None:
     assert parse(option, "3", "x.py").ranks == 3

@@ -132,6 +132,8 @@ def test_what_rank_0_cannot_do_is_an_error_on_all_ranks(comm: Communicator, fold
     mpdist.torch.save_checkpoint(folder / "a.pt", comm, epoch=1)
     with pytest.raises(KeyError, match="and no model"):
         mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"epoch is the Python int 0, which has no load_state_dict\(\); leave it out"):
+        mpdist.torch.load_checkpoint(folder / "a.pt", comm, epoch=0)
 
 
 @pytest.mark.parametrize(

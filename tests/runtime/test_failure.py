@@ -11,7 +11,7 @@ import pytest
 from cli.jobs import job_environ
 
 from mpdist.runtime.board import Board, board_bytes
-from mpdist.runtime.failure import describe_error, exit_code
+from mpdist.runtime.failure import describe_error, exit_code, one_line
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,16 @@ def test_call_that_holds_the_gil_does_not_hold_the_end_up() -> None:
 def boards(size: int) -> list[Board]:
     memory = bytearray(board_bytes(size))
     return [Board(memory, rank, range(size)) for rank in range(size)]
+
+
+def test_of_a_long_reason_its_begin_is_told_and_the_cause_at_its_end() -> None:
+    trace = "File loader.py\n  ^^^^^\n" * 100
+    told = one_line(f"ValueError: Caught ValueError in DataLoader worker process 1.\n{trace}ValueError: corrupt 13")
+    assert told.startswith("ValueError: Caught ValueError in DataLoader worker process 1. File")
+    assert " ... " in told
+    assert told.endswith("ValueError: corrupt 13")
+    assert len(told) < 500
+    assert one_line("ValueError:\n boom") == "ValueError: boom"
 
 
 def test_first_rank_reports_and_no_other() -> None:
