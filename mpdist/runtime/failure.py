@@ -36,7 +36,7 @@ ABORT_SECONDS = 1.5
 
 PENDING_SHOWN = 4
 # Of a long reason: its begin, and its end, where an error that came from another process has its cause.
-REASON_BEGIN, REASON_END = 150, 250
+REASON_BEGIN, REASON_END = 400, 250
 
 
 def one_line(reason: str) -> str:
