@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import inspect
 import signal
 import sys
 import time
@@ -31,25 +32,6 @@ async def leaves_a_communicator_that_it_never_had(world: World) -> None:
     comm = mpdist.Communicator.from_mpi4py(MPI.COMM_WORLD, f"of {world.rank}")
     if world.rank == 0:
         await comm.all_reduce(np.ones(4, np.float32))
-
-
-async def leaves_a_collective_that_a_handler_has_interrupted(world: World) -> None:
-    """Rank 1 has called it, but a signal's handler has raised before its last step."""
-    if world.rank == 1:
-
-        def interrupt(*_: object) -> Generator[None]:
-            signal.raise_signal(signal.SIGALRM)
-            yield
-
-        def raise_error(*_: object) -> None:
-            raise InterruptedError
-
-        signal.signal(signal.SIGALRM, raise_error)
-        dropped.close_common = interrupt
-        with contextlib.suppress(InterruptedError, mpdist.MpdistError):
-            await world.dup()
-    else:
-        await world.dup()
 
 
 async def leaves_before_a_send(world: World) -> None:
@@ -135,9 +117,32 @@ def waits_without_a_loop() -> None:
         world.barrier().wait()
 
 
+def leaves_a_collective_that_a_handler_has_interrupted() -> None:
+    """Rank 1 has called it, but a signal's handler has raised before its last step.
+
+    Without a loop, in which it might raise in a callback: that ends the job at once.
+    """
+    world = mpdist.init()
+    if world.rank == 0:
+        world.dup().wait()
+        return
+
+    def interrupt(*_: object) -> Generator[None]:
+        signal.raise_signal(signal.SIGALRM)
+        yield
+
+    def raise_error(*_: object) -> None:
+        raise InterruptedError
+
+    signal.signal(signal.SIGALRM, raise_error)
+    dropped.close_common = interrupt
+    with contextlib.suppress(InterruptedError, mpdist.MpdistError):
+        world.dup().wait()
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "waits_without_a_loop":
-        waits_without_a_loop()
+    how: Callable[..., Awaitable[None] | None] = globals()[sys.argv[1]]
+    if inspect.iscoroutinefunction(how):
+        mpdist.run(how)
     else:
-        main: Callable[[World], Awaitable[None]] = globals()[sys.argv[1]]
-        mpdist.run(main)
+        how()
