@@ -14,8 +14,9 @@ import numpy as np
 
 from mpdist.algorithms.crossing import SLICE_BYTES, WINDOW, Crossing, crosses_in_two_steps
 from mpdist.algorithms.shared.calls import kind_of
+from mpdist.algorithms.shared.members import PRIVATE
 from mpdist.algorithms.shared.reduction import Reducing
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, STAGED, TAKEN
+from mpdist.algorithms.shared.team import CONSUMED, REDUCED, STAGED, TAKEN
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.memory import as_buffer
 

@@ -100,6 +100,8 @@ INDIRECT = {op: f"indirect {op}" for op in PLAIN}
 # With premul_sum shared memory takes several steps, which is too much for few bytes.
 SCALED = {op: f"scaled {op}" for op in PLAIN}
 SCALED_FROM = 8 * KIB
+# An all_reduce of a few numbers is faster than MPI's call wherever all ranks share memory.
+FEW = "few numbers"
 
 
 @dataclass(frozen=True)
@@ -180,15 +182,16 @@ def sizes(layout: Layout, thresholds: Thresholds) -> tuple[Algorithm, dict[str, 
     """Which algorithm takes the place of MPI's own calls, and from how many bytes on; NEVER: for no size.
 
     Returns:
-        It, and the sizes by name: operations, and what PLAIN, INDIRECT and SCALED call them.
+        It, and the sizes by name: operations, what PLAIN, INDIRECT and SCALED call them, and FEW.
     """
     found = {op: starts(op, layout, thresholds) for op in OPERATIONS}
     algorithm = next((start[1] for start in found.values() if start is not None), Algorithm.SHARED)
     start_of = {op: NEVER if start is None else start[0] for op, start in found.items()}
     is_shared = found["all_reduce"] is not None and algorithm is Algorithm.SHARED
     indirect = {INDIRECT[op]: 0 if is_shared else start_of[op] for op in PLAIN}
+    few = {FEW: 0 if is_shared else NEVER}
     least = SCALED_FROM if is_shared and thresholds.forced is None else 0
-    return algorithm, start_of | indirect | {SCALED[op]: max(start_of[op], least) for op in PLAIN}
+    return algorithm, start_of | indirect | few | {SCALED[op]: max(start_of[op], least) for op in PLAIN}
 
 
 def read_thresholds(forced: str, path: str, mpi: str, ranks: int, cores: int) -> Thresholds:

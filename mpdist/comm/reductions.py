@@ -1,135 +1,31 @@
 """Reductions: operations of all ranks that combine their arrays element by element.
 
-Every rank calls them, in the same order. `all_reduce` without `out` works in
-place; the others only read `x`.
+Every rank calls them, in the same order. They only read `x`; all_reduce, which may
+work in place, has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpdist.algorithms import native, ordered
+from mpdist.algorithms import native
 from mpdist.algorithms.blocks import concatenated, joined
 from mpdist.algorithms.reduction import Reduction
 from mpdist.algorithms.shared import plans
-from mpdist.algorithms.shared.few import are_few
-from mpdist.algorithms.shared.team import Team
-from mpdist.comm.arrays import Arrays, OpLike, check_apart, check_same, name_of, op_text, op_to_text, reduction_text
-from mpdist.comm.operation import OnDevice, host_buffer, operation
+from mpdist.comm.all_reduce import AllReduce
+from mpdist.comm.arrays import OpLike, name_of, op_text, op_to_text
+from mpdist.comm.operation import host_buffer, operation
 from mpdist.errors import UsageError
-from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same, overlap
+from mpdist.memory import Buffer, overlap
 
 if TYPE_CHECKING:
-    from mpdist.algorithms.shared.one_round import Plan
-    from mpdist.progress.collective import Words
     from mpdist.progress.work import Work
 
 
-def _two(x: object, out: object) -> tuple[Buffer | None, Buffer]:
-    """Of x and out; None for x where it is out."""
-    source, target = host_buffer(x), host_buffer(out, writable=True)
-    check_same(source, target)
-    if is_same(source, target):
-        return None, target
-    check_apart(source, target)
-    return source, target
-
-
-def _name_alone(op: OpLike) -> str | None:
-    """Where its name says all of an op that is not given by it: the name."""
-    return op.name if isinstance(op, ReduceOp) and op.factor is None and op.function is None else None
-
-
-class Reductions(Arrays):
+class Reductions(AllReduce):
     """Reducing arrays over the ranks."""
-
-    _reductions: dict[tuple[str, Element], Reduction]
-
-    def all_reduce(
-        self, x: object, op: OpLike = "sum", *, out: object = None, deterministic: bool = False
-    ) -> Work[Any]:
-        """Reduce `x` over all ranks; all get the result.
-
-        Args:
-            x: same number of elements and type on all ranks; without `out` it gets the result.
-            op: associative; float16 and bfloat16 accumulate in float32; min and max give NaN where a rank has
-                it. A function of two arrays is applied in rank order.
-            out: as large as `x`, of its type; `x` itself for in place.
-            deterministic: fold in the order of ranks, so that neither timing nor the choice of an algorithm
-                shows in the bits of the result, but for those of NaN; the same on all ranks.
-
-        Returns:
-            A Work of the array that has the result.
-
-        See MPI_Iallreduce.
-        """
-        try:
-            if not deterministic:
-                source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
-                result = x if out is None else out
-                channel, nbytes = self._channel, target.nbytes
-                team = channel.team
-                name = op if type(op) is str else _name_alone(op)
-                if name is not None and isinstance(team, Team):
-                    known = team.known.get((name, target.element, nbytes))
-                    if known is None:
-                        known = self._planned(team, name, target)
-                    if known:
-                        words, plan = known
-                        return channel.post_direct(
-                            "all_reduce",
-                            words,
-                            result,
-                            plan.request,
-                            team,
-                            plan,
-                            source or target,
-                            target,
-                            caller=2,
-                            is_unchecked=plan.is_unchecked,
-                        )
-                how = self._reduction(op, target)
-                if isinstance(how, Reduction):
-                    if nbytes >= self._large_from[how.sized_as["all_reduce"]]:
-                        program, details = self._large.all_reduce, partial(reduction_text, nbytes, how)
-                        is_unchecked = are_few(how, nbytes) or self._is_large_unchecked
-                        return channel.post(
-                            "all_reduce", program, details, channel, source, target, how, is_unchecked=is_unchecked
-                        )
-                    if how.is_direct:
-                        call, words = channel.transport.iall_reduce, (reduction_text, nbytes, how)
-                        return channel.post_direct(
-                            "all_reduce", words, result, call, source, target, how.mpi_op, caller=2
-                        )
-        except OnDevice:
-            pass  # as all that is more than one call
-        except UsageError as error:
-            raise self._explained("all_reduce", error) from error.__cause__
-        return self._all_reduce(x, op, out=out, deterministic=deterministic)
-
-    def _planned(self, team: Team, op: str, target: Buffer) -> tuple[Words, Plan] | tuple[()]:
-        """What makes it one request of a team, see `Team.known`."""
-        how, nbytes = self._reduction(op, target), target.nbytes
-        known: tuple[Words, Plan] | tuple[()] = ()
-        if isinstance(how, Reduction) and nbytes >= self._large_from[how.sized_as["all_reduce"]]:
-            plan = plans.all_reduce(team, how, nbytes)
-            known = () if plan is None else ((reduction_text, nbytes, how), plan)
-        return plans.kept(team.known, (op, target.element, nbytes), known)
-
-    @operation
-    def _all_reduce(self, x: object, op: OpLike, *, out: object, deterministic: bool) -> Work[Any]:
-        """What is more than one call of MPI."""
-        source, target = (None, host_buffer(x, writable=True)) if out is None else _two(x, out)
-        how = self._reduction(op, target)
-        details = partial(op_text, target.element, target.nbytes, name_of(op, deterministic))
-        if isinstance(how, Reduction):
-            is_large, is_unchecked = self._is_large("all_reduce", how, target.nbytes), are_few(how, target.nbytes)
-            return self._post_reduction(
-                "all_reduce", details, deterministic, is_large, source, target, how, is_unchecked=is_unchecked
-            )
-        return self._channel.post("all_reduce", native.all_reduce_by_function, details, source or target, target, how)
 
     @operation
     def reduce(
@@ -231,45 +127,3 @@ class Reductions(Arrays):
             counts,
             how,
         )
-
-    def _is_large(self, op: str, how: Reduction, nbytes: int) -> bool:
-        """Whether it takes another way than MPI's own call."""
-        return nbytes >= self._large_from[how.sized_as[op]]
-
-    def _post_reduction(
-        self,
-        op: str,
-        details: Callable[[], str],
-        deterministic: bool,
-        is_large: bool,
-        *arguments: Any,
-        is_unchecked: bool = False,
-    ) -> Work[Any]:
-        """is_unchecked: whether what takes the place of MPI's own call compares nothing by itself."""
-        channel = self._channel
-        if deterministic:
-            compares_nothing = self._ordered is ordered
-            program = getattr(self._ordered, op)
-            return channel.post(op, program, details, channel, *arguments, is_unchecked=compares_nothing)
-        if is_large:
-            program, is_unchecked = getattr(self._large, op), is_unchecked or self._is_large_unchecked
-            return channel.post(op, program, details, channel, *arguments, is_unchecked=is_unchecked)
-        return channel.post(op, getattr(native, op), details, *arguments)
-
-    def _reduction(self, op: OpLike, buffer: Buffer) -> Reduction | ReduceOp:
-        """How MPI reduces it; the op itself where a function is to be folded."""
-        if type(op) is str:
-            known = self._reductions.get((op, buffer.element))
-            if known is not None:
-                return known
-        named = as_op(op)
-        if named.function is not None:
-            check_op(named, buffer.element)
-            return named
-        if named.factor is not None:
-            return Reduction.of(named, buffer.element, self.size)
-        key = named.name, buffer.element
-        how = self._reductions.get(key)
-        if how is None:
-            how = self._reductions[key] = Reduction.of(named, buffer.element, self.size)
-        return how

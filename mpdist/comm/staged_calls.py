@@ -98,6 +98,8 @@ def _view_of(kind: Any) -> Any:
 class StagedChannel:
     """A channel as the methods of a communicator see it: what they post is staged."""
 
+    at_once = few = None
+
     def __init__(self, operations: Any, staging: Runs) -> None:
         self._operations = operations
         self._staging = staging

@@ -38,7 +38,7 @@ def as_buffer(x: object, *, writable: bool = False) -> Buffer:
     Raises:
         UnsupportedBuffer: its memory or its element type cannot be communicated; the text says what to do.
     """
-    make = _MAKERS.get(type(x))
+    make = MAKERS.get(type(x))
     if make is None:
         make = _learn(x)
     buffer = make(x)
@@ -50,7 +50,7 @@ def as_buffer(x: object, *, writable: bool = False) -> Buffer:
 # ---------------------------------------------------------------------- NumPy
 
 
-def _from_numpy(x: np.ndarray[Any, Any]) -> Buffer:
+def from_numpy(x: np.ndarray[Any, Any]) -> Buffer:
     element = BY_DTYPE.get(x.dtype) or element_of(x.dtype)
     flags = x.flags
     if element is None or not flags.c_contiguous:
@@ -63,7 +63,7 @@ def _from_numpy(x: np.ndarray[Any, Any]) -> Buffer:
 def _from_numpy_scalar(x: np.generic) -> Buffer:
     copy = np.array(x)
     copy.flags.writeable = False
-    buffer = _from_numpy(copy)
+    buffer = from_numpy(copy)
     buffer.owner = x
     return buffer
 
@@ -73,7 +73,7 @@ def _from_numpy_scalar(x: np.generic) -> Buffer:
 _TORCH_ELEMENTS: dict[object, Element] = {}
 
 
-def _from_torch(x: Any) -> Buffer:
+def from_torch(x: Any) -> Buffer:
     element = _TORCH_ELEMENTS.get(x.dtype)
     if element is None or not x.is_cpu:
         return _from_torch_checked(x)
@@ -95,7 +95,7 @@ def _from_torch_checked(x: Any) -> Buffer:
         raise refusals.torch_tensor(x)
     _TORCH_ELEMENTS[x.dtype] = element
     if x.is_cpu:
-        return _from_torch(x)
+        return from_torch(x)
     device_of = TORCH_DEVICES.get(x.device.type)
     try:
         is_odd = x.is_nested or not x.is_contiguous() or x.is_neg() or x.is_conj()
@@ -248,9 +248,9 @@ def is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], unit: int)
 
 # ---------------------------------------------------------------------- the table
 
-_MAKERS: dict[type, Maker] = {
+MAKERS: dict[type, Maker] = {
     Buffer: _from_buffer,
-    np.ndarray: _from_numpy,
+    np.ndarray: from_numpy,
     array.array: _from_array,
     bytes: _from_bytes,
     bytearray: _from_bytearray,
@@ -267,7 +267,7 @@ def _learn(x: object) -> Maker:
     make = _maker_for(x)
     if make is None:
         raise refusals.not_an_array(x)
-    _MAKERS[type(x)] = make
+    MAKERS[type(x)] = make
     return make
 
 
@@ -278,11 +278,11 @@ def _maker_for(x: object) -> Maker | None:
     if isinstance(x, Buffer):
         return _from_buffer
     if isinstance(x, np.ndarray):
-        return None if isinstance(x, np.ma.MaskedArray) else _from_numpy
+        return None if isinstance(x, np.ma.MaskedArray) else from_numpy
     if isinstance(x, np.generic):
         return _from_numpy_scalar
     if (base := refusals.torch_base(kind)) is not None:
-        return _from_torch if refusals.is_plain_tensor(kind, base) else None
+        return from_torch if refusals.is_plain_tensor(kind, base) else None
     if kind is getattr(sys.modules.get("cupy"), "ndarray", None) and hasattr(x, "flags"):
         return _from_cupy
     # Before the buffer protocol: JAX and MLX offer both, and MLX exports bfloat16 as something else there.

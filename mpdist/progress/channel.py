@@ -62,6 +62,13 @@ CALLER = 3
 # the running loop, which takes 0.2 us. Where Python keeps its tasks elsewhere this stays empty, and is not believed.
 known_tasks: dict[asyncio.AbstractEventLoop | None, asyncio.Task[Any]] = getattr(asyncio.tasks, "_current_tasks", {})
 
+
+def running_task() -> asyncio.Task[Any] | None:
+    """The task that this thread's loop runs; None outside tasks."""
+    loop = running_loop()
+    return None if loop is None else current_task(loop)
+
+
 # So many collectives a channel remembers after they are over, for the diagnosis.
 RECENT = 16
 
@@ -81,10 +88,12 @@ class Channel:
         broken: why it refuses further use; empty while it does not.
         is_ending: because the job ends: who iterates over messages is at their end.
         team: what its members share in memory, kept for the algorithms that do.
+        few: the same, of a few numbers.
+        at_once: this again, where all_reduces of such numbers may go without asking for anything else.
         devices: the same of their devices.
         teller: who tells the others as what this member comes to a collective, where they want to know.
         showing: how messages go from device to device; made for the first that may.
-        has_met: whether they have tried to share.
+        has_met, has_met_for_few: whether they have tried to share.
         advice: what to look at where its collectives wait in vain.
         outbox: messages that wait for their data; made for the first of them.
         signer: compares its collectives with those of other ranks of the node; None where there is nothing to compare.
@@ -118,6 +127,9 @@ class Channel:
         self.check: Check | None = None
         self.team: Team | None = None
         self.has_met = False
+        self.few: Team | None = None
+        self.at_once: Any = None  # of a type of a higher level
+        self.has_met_for_few = False
         self._running: Collective[Any] | None = None  # of several steps
         self._queue: deque[Collective[Any]] = deque()
         self.isend = transport.isend
@@ -156,8 +168,7 @@ class Channel:
         """
         if self.broken:
             self.check_usable(op)
-        loop = running_loop()
-        task = None if loop is None else current_task(loop)
+        task = running_task()
         if self.collectives:
             check_task(self, op, task)
         single = hasattr(program, "is_single_step")
@@ -216,8 +227,7 @@ class Channel:
         ticking = engine.ticking
         task = known_tasks.get(ticking.loop) if ticking.thread == get_ident() else None
         if task is None:
-            loop = running_loop()
-            task = None if loop is None else current_task(loop)
+            task = running_task()
         collectives = self.collectives
         if collectives:
             check_task(self, op, task)
@@ -229,7 +239,7 @@ class Channel:
                 if self._running is not None or self._queue:  # by another thread, since it was looked at
                     return self._post_indirect(op, words, result, call, arguments, is_unchecked)
                 if self.signer is not None and is_unchecked is not None:
-                    self.signer.sign(self.sequence + 1, op, words, is_unchecked)
+                    self.signer.sign(self.sequence + 1, (op, words, is_unchecked))
                 try:
                     # Held at once: after a call of a class a handler could raise, and others know of the request.
                     [work._request] = starmap(call, (arguments,))
@@ -379,6 +389,9 @@ class Channel:
         if self.team is not None:
             self.team.close(together)
             self.team = None
+        if self.few is not None:
+            self.few.close(together)
+            self.few = None
         if self.devices is not None:
             self.devices.close(together)
             self.devices = None
@@ -403,6 +416,7 @@ class Channel:
 
     def give_up(self, why: str) -> None:
         """Refuse further use, for this reason, but to be closed; what is pending goes on."""
+        self.at_once = None
         self.broken = why
         self.isend = self._refuse_to_send
         self.inbox.close()

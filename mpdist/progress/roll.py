@@ -67,6 +67,14 @@ Call: TypeAlias = "tuple[str, Words, bool]"
 """Operation, what makes its details, and whether it compares nothing by itself."""
 
 
+class Recurring(tuple[str, "Words", bool]):
+    """A Call that is equal to itself alone, so that it is found in a third of the time."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 class Roll:
     """The memory of the ranks of one node.
 
@@ -81,7 +89,7 @@ class Roll:
         self.texts = memoryview(memory)[split:]
         self.places = places
         self.codes: dict[Call, int] = {}
-        self.written: dict[int, Call] = {}
+        self.written: dict[int, list[Call]] = {}
 
     def signer(self, channel: Channel) -> Signer | None:
         """For the collectives of a channel; None where no other member is on this node."""
@@ -112,25 +120,26 @@ class Signer:
         self._offset = self._base % _ENTRIES
         self._own = roll.places[here[own]] * _ENTRIES
         self._near = {roll.places[rank] * _ENTRIES: channel.world_ranks.index(rank) for rank in near}
+        self._firsts = tuple(self._near)
 
-    def sign(self, sequence: int, op: str, words: Words, is_unchecked: bool) -> None:
+    def sign(self, sequence: int, call: Call) -> None:
         """Write down that this collective is posted as number `sequence`, and compare.
 
         Args:
-            is_unchecked: whether the call compares nothing by itself, as MPI's own. Others do, where no rank's is so.
+            call: with whether it compares nothing by itself, as MPI's own. Others do, where no rank's is so.
 
         Raises:
             CollectiveMismatch: another member has called something else, and one of both compares nothing.
         """
         try:
-            code = self._codes[op, words, is_unchecked]
+            code = self._codes[call]
         except KeyError:
-            code = self._code((op, words, is_unchecked))
+            code = self._code(call)
         entries = self._entries
         entry = code + self._base + sequence
         place = (self._offset + sequence) % _ENTRIES
         entries[self._own + place] = entry
-        for first in self._near:
+        for first in self._firsts:
             other = entries[first + place]
             if other != entry and not (other ^ entry) & _KEYS:
                 try:
@@ -142,7 +151,7 @@ class Signer:
     def sign_made(self, sequence: int, op: str, details: Callable[[], str], is_unchecked: bool) -> None:
         """The same, of a function that makes the details; the arguments of a `partial` have a hash."""
         words: Words = (details.func, *details.args) if type(details) is partial else (str, details())
-        self.sign(sequence, op, words, is_unchecked)
+        self.sign(sequence, (op, words, is_unchecked))
 
     def take_back(self, sequence: int) -> None:
         """This call is not made: who corrects its own must not meet it."""
@@ -159,10 +168,13 @@ class Signer:
         number = zlib.crc32(text) % _CODES
         if len(self._codes) >= _MOST_CODES:
             self._codes.clear()
+            self._written.clear()
         at = _text_at(self._own, number)
-        self._codes.pop(self._written.get(at, call), None)  # a text that is written over is written again when called
-        self._texts[at : at + _TEXT_BYTES] = text
-        self._written[at] = call
+        if self._texts[at : at + _TEXT_BYTES] != text:
+            for before in self._written.pop(at, ()):  # whose text is written again when they are called
+                self._codes.pop(before, None)
+            self._texts[at : at + _TEXT_BYTES] = text
+        self._written.setdefault(at, []).append(call)
         code = self._codes[call] = number << _KEY_BITS | (_UNCHECKED if is_unchecked else 0)
         return code
 

@@ -31,8 +31,8 @@ class Grave:
         self.name = channel.name
         self.world_ranks = channel.world_ranks
         self._transport: Any = channel.transport
-        self._teams: list[Team] = [team for team in (channel.team, channel.devices) if team is not None]
-        channel.team = channel.devices = None
+        self._teams: list[Team] = [team for team in (channel.team, channel.few, channel.devices) if team is not None]
+        channel.team = channel.few = channel.at_once = channel.devices = None
 
     def unfinished(self) -> list[Work[Any]]:
         """Nothing: it was clean."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mpdist.algorithms.reduction import Reduction
-from mpdist.algorithms.shared.few import FewPlan
-from mpdist.algorithms.shared.team import HEAD_BYTES, LINES, LINES_AT
+from mpdist.algorithms.shared.few import BLOCK_BYTES, LINES, READ_AT, Few
+from mpdist.algorithms.shared.members import Place
 from mpdist.memory import as_buffer, as_op
 
-WORDS, READ_AT = 8, 8 * LINES
+WORDS = 8
 
 
 class Line:
@@ -34,26 +33,33 @@ class Line:
 
 
 def member() -> tuple[Any, list[tuple[str, int | str]], memoryview[Any]]:
-    """Rank 0 of a team of two whose memory needs fences, what it does, and the words of rank 1."""
+    """What rank 0 of two whose memory needs fences has of them, what it does, and the words of rank 1."""
     log: list[tuple[str, int | str]] = []
-    memories = [bytearray(HEAD_BYTES - LINES_AT) for _ in range(2)]
-    team: Any = SimpleNamespace(rank=0, size=2, few=None, others=[[0] * WORDS], fence=lambda: log.append(("fence", "")))
-    team.lines = lambda form: [Line(each, form, name, log) for each, name in zip(memories, ("my", "its"), strict=True)]
-    team.slots = lambda element: None
-    team.channel = SimpleNamespace(engine=SimpleNamespace(lock=nullcontext()))
-    team.ring = lambda: log.append(("ring", ""))
-    return team, log, memoryview(memories[1]).cast("q")
+    memories = [bytearray(BLOCK_BYTES) for _ in range(2)]
+
+    def line(rank: int, form: str) -> Line:
+        return Line(memories[rank], form, ("my", "its")[rank], log)
+
+    shared = SimpleNamespace(
+        words=lambda rank, offset, count: line(rank, "q"),
+        numbers=lambda rank, offset, nbytes, form: line(rank, form),
+        fence=lambda: log.append(("fence", "")),
+    )
+    engine = SimpleNamespace(shared=shared, doorbell=SimpleNamespace(flags=bytes(2), has_rung=False))
+    channel: Any = SimpleNamespace(engine=engine, rank=0, world_ranks=(0, 1))
+    block: Any = None
+    return Few(channel, block, [Place(0, 0), Place(1, 0)]), log, memoryview(memories[1]).cast("q")
 
 
 def test_numbers_are_behind_fences_from_the_words_that_tell_of_them() -> None:
-    team, log, its = member()
+    few, log, its = member()
     x = np.array([3], np.float64)
     buffer = as_buffer(x, writable=True)
-    plan = FewPlan(team, Reduction.of(as_op("sum"), buffer.element, 2), 8)
-    work = plan.request(team, plan, buffer, buffer)
+    plan = few.plan(Reduction.of(as_op("sum"), buffer.element, 2), 8)
+    work = plan.request(few, plan, buffer, buffer)
     assert log == [("write my d", WORDS + 1), ("fence", ""), ("write my q", WORDS)]
     assert not work.Test()
-    its[WORDS], memory = plan.few.mine.view[WORDS], memoryview(its.obj).cast("d")
+    its[WORDS], memory = few.mine.view[WORDS], memoryview(its.obj).cast("d")
     memory[WORDS + 1] = 4
     log.clear()
     assert work.Test()
@@ -66,24 +72,24 @@ def test_numbers_are_behind_fences_from_the_words_that_tell_of_them() -> None:
 
 
 def test_a_line_is_written_again_when_both_have_read_it() -> None:
-    team, log, its = member()
+    few, log, its = member()
     xs = [np.array([number], np.float64) for number in range(LINES + 1)]
     buffers = [as_buffer(x, writable=True) for x in xs]
-    plan = FewPlan(team, Reduction.of(as_op("sum"), buffers[0].element, 2), 8)
-    works = [plan.request(team, plan, buffer, buffer) for buffer in buffers]
+    plan = few.plan(Reduction.of(as_op("sum"), buffers[0].element, 2), 8)
+    works = [plan.request(few, plan, buffer, buffer) for buffer in buffers]
     last, memory = works[-1], memoryview(its.obj).cast("d")
     assert [work._is_shown for work in works] == [True] * LINES + [False]
     for number in range(1, LINES + 1):  # the other has come to these
         at = number % LINES * WORDS
-        its[at], memory[at + 1] = plan.few.mine.view[at], 10
+        its[at], memory[at + 1] = few.mine.view[at], 10
     its[READ_AT] = 1  # and has read the first, which this one has not
-    assert not plan.few.may_write(LINES + 1)
+    assert not few.may_write(LINES + 1)
     assert not last.Test()  # it reads all before it
-    assert [float(x[0]) for x in xs] == [10, 11, 12, 13, 4]
+    assert [float(x[0]) for x in xs] == [*range(10, 10 + LINES), LINES]
     assert last._is_shown
     at = (LINES + 1) % LINES * WORDS
-    its[at], memory[at + 1] = plan.few.mine.view[at], 20
+    its[at], memory[at + 1] = few.mine.view[at], 20
     log.clear()
     assert last.Test()
-    assert xs[-1] == 24
-    assert not plan.few.pending
+    assert xs[-1] == LINES + 20
+    assert not few.pending

@@ -17,8 +17,7 @@ from memory.simulated import Simulated
 
 import mpdist
 from mpdist import Communicator
-from mpdist.algorithms.shared.few import FEW_BYTES, FewPlan
-from mpdist.algorithms.shared.team import LINES
+from mpdist.algorithms.shared.few import FEW_BYTES, LINES, Few
 from mpdist.memory.scalars import SCALAR_FOLDS, SCALAR_FORMATS
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.either_mpi]
@@ -34,9 +33,11 @@ async def made(comm: Communicator) -> AsyncIterator[Communicator]:
         yield made
 
 
-def plans(comm: Communicator) -> list[Any]:
-    """Those of few numbers that its team has made."""
-    return [plan for plan in comm._channel.team.plans.values() if isinstance(plan, FewPlan)]  # type: ignore[union-attr]  # it has a team
+def few_of(comm: Communicator) -> Few:
+    """What it has made for few numbers."""
+    few = comm._channel.few
+    assert isinstance(few, Few)
+    return few
 
 
 def numbers(dtype: str, count: int, rank: int) -> np.ndarray[Any, Any]:
@@ -58,7 +59,7 @@ async def test_ops_and_sizes(made: Communicator, dtype: str) -> None:
             await made.all_reduce(x, op)
             for result in (x, out):
                 np.testing.assert_allclose(result, wanted, rtol=1e-6, err_msg=f"{op} {count}")
-    sizes = {plan.count for plan in plans(made)}
+    sizes = {plan.count for plan in few_of(made)._plans.values()}
     assert sizes == set(range(most + 1))
 
 
@@ -121,14 +122,14 @@ async def test_any_array_does_in_any_place(made: Communicator, source: str, targ
     np.testing.assert_array_equal(np.asarray(out), total)
     await made.all_reduce(x)
     np.testing.assert_array_equal(np.asarray(x), total)
-    assert plans(made)
+    assert few_of(made)._plans
 
 
 async def test_a_number_without_axes(made: Communicator) -> None:
     x = np.array(made.rank + 0.5)
     assert await made.all_reduce(x) is x
     assert x == made.size**2 / 2
-    assert plans(made)
+    assert few_of(made)._plans
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last first"])
@@ -140,7 +141,7 @@ async def test_many_in_flight(made: Communicator, order: int) -> None:
         await work
     for number, x in enumerate(xs):
         np.testing.assert_array_equal(x, sum(rank + number for rank in range(made.size)))
-    assert not plans(made)[0].few.pending
+    assert not few_of(made).pending
 
 
 def test_many_in_flight_without_a_loop(comm: Communicator) -> None:
@@ -263,7 +264,7 @@ def test_a_team_goes_with_its_last_use(comm: Communicator) -> None:
         made.barrier().wait()
         for op in ("sum", "avg"):
             made.all_reduce(np.ones(2), op).wait()
-        assert plans(made)
+        assert few_of(made)._plans
         team = weakref.ref(made._channel.team)
         made.close().wait()
         assert team() is None

@@ -250,7 +250,7 @@ async def test_what_takes_more_than_mpis_call_goes_through_memory(
 ) -> None:
     """From the first byte on, and all where cores are scarce; for premul_sum shared memory has several steps, too."""
     async with forced(comm, CHOSEN) as made:
-        await getattr(made, call)(np.ones(made.size, dtype), op)
+        await getattr(made, call)(np.ones(100 * made.size, dtype), op)
         is_scarce = made._channel.engine.thresholds.shared[call] == 0  # type: ignore[attr-defined]  # a table
         is_scaled = isinstance(op, mpdist.ReduceOp)
         assert (made._channel.team is not None) is (takes_more or (is_scarce and not is_scaled))

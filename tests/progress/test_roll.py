@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 
 from mpdist.errors import CollectiveMismatch
-from mpdist.progress.roll import Roll, Signer, roll_bytes
+from mpdist.progress import roll
+from mpdist.progress.roll import Recurring, Roll, Signer, roll_bytes
 
 
 @dataclass
@@ -33,7 +34,7 @@ def signers(size: int, name: str = "world", memory: bytearray | None = None) -> 
 
 
 def sign(signer: Signer, sequence: int, text: str, is_unchecked: bool = True) -> None:
-    signer.sign(sequence, "all_reduce", (str, text), is_unchecked)
+    signer.sign(sequence, ("all_reduce", (str, text), is_unchecked))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -163,3 +164,28 @@ def test_who_is_alone_on_its_node_has_nothing_to_compare() -> None:
     sign(together, 1, "x 2")
     with pytest.raises(CollectiveMismatch, match="rank 2 has called"):
         sign(apart, 1, "x 3")
+
+
+def test_a_recurring_call_has_the_text_of_its_equal() -> None:
+    """Each is known by itself: none makes the other write its text again."""
+    first, second = signers(2)
+    call = ("all_reduce", (str, "x 2"), True)
+    recurring = Recurring(call)
+    for number in range(4):
+        first.sign(number, recurring if number % 2 else call)
+        second.sign(number, call)
+    assert first._codes[recurring] == first._codes[call] == second._codes[call]
+    sign(first, 4, "x 3")
+    with pytest.raises(CollectiveMismatch, match="this rank calls all_reduce x 2, rank 0 has called all_reduce x 3"):
+        second.sign(4, Recurring(call))
+
+
+def test_codes_whose_text_was_written_over_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll, "_TEXTS", 1)
+    (first, _) = signers(2)
+    calls = [Recurring(("all_reduce", (str, "x 2"), True)) for _ in range(3)]
+    for number, call in enumerate(calls):
+        first.sign(number, call)
+    assert all(call in first._codes for call in calls)
+    sign(first, 5, "x 3")
+    assert not any(call in first._codes for call in calls)

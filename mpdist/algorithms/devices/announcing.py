@@ -63,6 +63,7 @@ class AnnouncingChannel(Channel):
 def begin(channel: Channel, teller: Teller) -> None:
     """From the next collective on tell; those that wait for their turn, too."""
     channel.teller = teller
+    channel.at_once = None
     if type(channel) is Channel:
         channel.__class__ = AnnouncingChannel
     for work in channel.queued():

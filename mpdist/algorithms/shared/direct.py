@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpdist.algorithms.shared.calls import all_reduce_of, kind_of, other_roots
+from mpdist.algorithms.shared.members import PRIVATE
 from mpdist.algorithms.shared.moving import Folding, copy
 from mpdist.algorithms.shared.reduction import cuts, folder_of, words_of
-from mpdist.algorithms.shared.team import CONSUMED, DST, FAILED, OUT_AT, PRIVATE, REDUCED, ROOT, STAGED, X_AT
+from mpdist.algorithms.shared.team import CONSUMED, DST, FAILED, OUT_AT, REDUCED, ROOT, STAGED, X_AT
 from mpdist.algorithms.shared.turn import Turn
 from mpdist.errors import CollectiveMismatch, CommunicationError, MpdistError
 from mpdist.memory import Folder

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpdist.algorithms.shared.calls import kind_of
+from mpdist.algorithms.shared.members import PRIVATE
 from mpdist.algorithms.shared.moving import copy
-from mpdist.algorithms.shared.team import CONSUMED, PRIVATE, REDUCED, ROOT, STAGED
+from mpdist.algorithms.shared.team import CONSUMED, REDUCED, ROOT, STAGED
 from mpdist.algorithms.shared.turn import Turn
 
 if TYPE_CHECKING:

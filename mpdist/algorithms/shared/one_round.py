@@ -6,9 +6,10 @@ posting. Several may be under way; each begins when those before it are over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from mpdist.algorithms.shared.calls import ROUND_MASK, all_reduce_of, call_word, kind_of
+from mpdist.algorithms.shared.members import Members
 from mpdist.algorithms.shared.team import CALL_AT, CONSUMED, FAILED, GIVEN_UP, REDUCED, STAGED, START_AT, Team
 from mpdist.errors import CommunicationError, MpdistError
 from mpdist.progress.backoff import message_credit
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # A plan keeps so many views of each member's slots: all where arrays have 64 KiB and more, see `spread`.
 VIEWS = 256
+
+M = TypeVar("M", bound=Members)
 
 
 class Plan:
@@ -36,7 +39,7 @@ class Plan:
 
     __slots__ = ("call", "count", "element", "nbytes", "op")
 
-    request: type[TeamRequest]
+    request: type[TeamRequest[Any]]
     is_unchecked = False
 
     def __init__(self, op: str, element: Element, nbytes: int, reduces: ReduceOp | None = None) -> None:
@@ -106,17 +109,17 @@ class AllReducePlan(RoundPlan):
         return known
 
 
-class TeamRequest:
+class TeamRequest(Generic[M]):
     """One such collective; complete when `Test` has seen all members and done this one's share.
 
     Whoever posts it wakes the other members.
     """
 
-    _team: Team | None
+    _team: M | None
     """None when it is over."""
     _why: MpdistError | None = None
 
-    def __init__(self, team: Team, plan: Any, x: Buffer, out: Buffer) -> None:
+    def __init__(self, team: M, plan: Any, x: Buffer, out: Buffer) -> None:
         raise NotImplementedError
 
     def Test(self) -> bool:
@@ -133,7 +136,7 @@ class TeamRequest:
             raise
 
 
-class OneRound(TeamRequest):
+class OneRound(TeamRequest[Team]):
     """One in a single round of its team."""
 
     _is_done = False

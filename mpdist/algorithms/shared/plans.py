@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.algorithms.shared.broadcast import BroadcastPlan
-from mpdist.algorithms.shared.few import FewPlan, are_few
 from mpdist.algorithms.shared.one_round import Plan
 from mpdist.algorithms.shared.reduce_scatter import ReduceScatterPlan
 from mpdist.algorithms.shared.short import ShortPlan
@@ -34,10 +33,8 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     plan = team.plans.get((how, nbytes))
     if plan is not None or how.op.factor is not None:
         return plan
-    kind: type[FewPlan | SmallPlan | ShortPlan | SlicedPlan]
-    if are_few(how, nbytes):
-        kind = FewPlan
-    elif nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
+    kind: type[SmallPlan | ShortPlan | SlicedPlan]
+    if nbytes <= (SMALL_OF_PAIR_BYTES if team.has_two_ways else SMALL_BYTES // team.size):
         kind = SmallPlan
     elif team.has_two_ways and nbytes <= SLOT_BYTES and how.folder.pair_steps and IS_ONE_CALL:
         kind = ShortPlan
@@ -46,14 +43,6 @@ def all_reduce(team: Team, how: Reduction, nbytes: int) -> Plan | None:
     else:
         return None
     return kept(team.plans, (how, nbytes), kind(team, how, nbytes))
-
-
-def all_reduce_in_order(team: Team, how: Reduction, nbytes: int) -> Plan | None:
-    """That of the team which rounds after each rank, where all_reduce would round at the end."""
-    if not are_few(how, nbytes):
-        return all_reduce(team, how, nbytes)
-    key = SmallPlan, how, nbytes
-    return team.plans.get(key) or kept(team.plans, key, SmallPlan(team, how, nbytes))
 
 
 def reduce_scatter(team: Team, how: Reduction, nbytes: int) -> Plan | None:

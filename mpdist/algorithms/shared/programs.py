@@ -14,6 +14,8 @@ import numpy as np
 
 from mpdist.algorithms import native
 from mpdist.algorithms.shared import direct, either, exchange, plans, reduction
+from mpdist.algorithms.shared.few import are_few, few_of
+from mpdist.algorithms.shared.members import Members
 from mpdist.algorithms.shared.team import Team, assemble
 from mpdist.memory import as_buffer
 from mpdist.progress.collective import Steps
@@ -43,7 +45,7 @@ def _exchanges(team: Team) -> ModuleType:
     return exchange if team.shared.reach is None else direct
 
 
-def _request(team: Team, plan: Plan, x: Buffer, out: Buffer) -> Request:
+def _request(team: Members, plan: Plan, x: Buffer, out: Buffer) -> Request:
     request = plan.request(team, plan, x, out)
     team.ring()
     return request
@@ -63,19 +65,28 @@ def barrier(transport: Transport, channel: Channel) -> Steps[None]:
 
 def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
     """x None: in place."""
+    if are_few(how, out.nbytes):
+        return (yield from _few_all_reduce(transport, channel, x, out, how))
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.all_reduce(transport, x, out, how))
-    return (yield from _all_reduce(team, plans.all_reduce(team, how, out.nbytes), x, out, how))
+    return (yield from all_reduce_of(team, x, out, how))
 
 
-def all_reduce_in_order(team: Team, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
-    """As all_reduce, rounded to the element type after each rank, however few numbers they are."""
-    return _all_reduce(team, plans.all_reduce_in_order(team, how, out.nbytes), x, out, how)
+def _few_all_reduce(
+    transport: Transport, channel: Channel, x: Buffer | None, out: Buffer, how: Reduction
+) -> Steps[Any]:
+    few = yield from few_of(channel)
+    if few is None:
+        return (yield from native.all_reduce(transport, x, out, how))
+    yield _request(few, few.plan(how, out.nbytes), out if x is None else x, out)
+    return out.owner
 
 
-def _all_reduce(team: Team, plan: Plan | None, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
+def all_reduce_of(team: Team, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
+    """Of a team, through rounds, however few numbers they are: it rounds to the element type after each rank."""
     source = out if x is None else x
+    plan = plans.all_reduce(team, how, out.nbytes)
     if plan is not None:
         yield _request(team, plan, source, out)
     else:

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpdist.algorithms.shared.calls import all_reduce_of, kind_of
 from mpdist.algorithms.shared.exchange import Shown
+from mpdist.algorithms.shared.members import PRIVATE
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.pair import Pair, reducing
 from mpdist.algorithms.shared.team import (
@@ -27,7 +28,6 @@ from mpdist.algorithms.shared.team import (
     DST,
     FACTOR,
     OUT_AT,
-    PRIVATE,
     REDUCED,
     RESULT_BYTES,
     ROUND_BYTES,

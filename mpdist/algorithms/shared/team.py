@@ -25,21 +25,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpdist.algorithms.meeting import meet
 from mpdist.algorithms.shared.calls import OPERATIONS, are_in_step, begin_alike, call_word, misfit, other_roots
+from mpdist.algorithms.shared.members import PRIVATE, TEAM, Members, Place, gather
 from mpdist.algorithms.shared.pace import Pace
 from mpdist.algorithms.shared.slots import Slots
 from mpdist.algorithms.shared.spread import Spread
-from mpdist.errors import CommRevoked, CommunicationError, MpdistError
+from mpdist.errors import CommunicationError, MpdistError
 from mpdist.memory.arena import Arena, Block
 from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
-    from mpdist.algorithms.shared.few import Few
     from mpdist.algorithms.shared.moving import Memory
     from mpdist.algorithms.shared.one_round import OneRound, Plan
     from mpdist.memory import Buffer, Element
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from mpdist.memory.quiet import Call
     from mpdist.progress.channel import Channel
     from mpdist.progress.collective import Steps, Words
-    from mpdist.transport.neighbours import Neighbours
     from mpdist.transport.requests import Request
 
 STAGED, REDUCED, CONSUMED, GIVEN_UP = range(4)
@@ -68,11 +66,8 @@ FAILED = FACTS_AT + 2 * FACTS
 SHOWN, READ = FAILED + 1, FAILED + 2
 TAKEN, BARRIER = READ + 1, READ + 2
 _WORDS = BARRIER + 1
-# Lines of the cache for a few numbers each, and one for how far a member has read them, see `few`.
-LINES = 4
-LINE_BYTES = 64
-LINES_AT = 256
-HEAD_BYTES = LINES_AT + (LINES + 1) * LINE_BYTES
+# The words, in lines of the cache of their own.
+HEAD_BYTES = 256
 
 # What a member shows of private memory in one round: two of them, and two halves for what it has reduced, stay in a
 # core's cache (1 to 2 MiB) together with what is read. bench/collectives.py.
@@ -92,16 +87,6 @@ DIRECT_BYTES = 2 * 1024 * 1024
 KNOWN_PLACES = 256
 # So many shares of all sizes, each of which takes 3 KiB.
 KNOWN_SHARES = 1024
-
-PRIVATE = -1
-"""In place of an offset: memory that the others cannot reach."""
-
-
-class Place(NamedTuple):
-    """A member's slots: at an offset of its arena."""
-
-    world_rank: int
-    offset: int
 
 
 class Reached:
@@ -152,90 +137,48 @@ class _Free:
         return team.have_come(CONSUMED, team.last_but_one)
 
 
-class Team:
-    """Members of a communicator that share memory.
+class Team(Members):
+    """Members of a communicator that share memory, and pass arrays through it.
 
     Attributes:
-        rank: of this process among them.
-        size: number of members.
         has_two_ways: it is a pair that reaches each other's private memory, see `either`.
         rounds: of all collectives so far; the same on all members when the next starts.
-        channel: the communicator's.
         round_bytes: what a member shows in one round at the most.
         first: the round with which the collective under way began.
         last_but_one: the last round that all must have consumed before the next collective begins.
-        mine, others: the words of this member, and of each other one.
-        fence: what keeps the order of memory accesses; None where the processor does.
         under_way: requests of one round, in their order.
         plans: of them, by what they do and on how many bytes.
         known: words and plan of all_reduces that are such requests, by op, type and bytes; empty: they are not.
         shares: this member's, of short all_reduces between mapped arrays, by the call and where all arrays are.
         were_mapped: whether the arrays of the last sliced all_reduce, or short one without a pace, were mapped by all.
         paces: of each operation, by which way a pair's private memory goes.
-        few: what its all_reduces of a few numbers have in common; made for the first.
         spread: where this member's rounds begin.
         shown: rounds that its members have shown within collectives so far.
     """
 
     def __init__(self, channel: Channel, block: Block, members: Sequence[Place]) -> None:
-        shared = channel.engine.shared
-        assert shared is not None
-        self.channel = channel
-        self.shared: Neighbours = shared
-        self.members = members
+        super().__init__(channel, block, members, _WORDS, GIVEN_UP)
+        shared = self.shared
         slots = block.offset + HEAD_BYTES, block.offset + HEAD_BYTES + SLOT_BYTES
-        # Nothing that this knows knows the team, whose memory is to go with its last use.
-        self._blocks = [block]
         more = partial(_large_slots, shared.arena, self._blocks)
         self.spread = Spread(slots, more, LARGE_SLOT_BYTES, shared.arena.map_now)
-        self.rank = [member.world_rank for member in members].index(channel.world_ranks[channel.rank])
-        self.size = len(members)
         self.has_two_ways = self.size == 2 and shared.reach is not None
         self.rounds = 0
         self._barriers = 0
         self.first = 0
         self.last_but_one = 0
-        self._lines = [shared.words(*member, _WORDS) for member in members]
-        self.mine = self._lines[self.rank]
-        self.others = [line for line in self._lines if line is not self.mine]
-        self._peers = [member.world_rank for member in members if member is not members[self.rank]]
         self._memories: dict[tuple[int, int, int, int], Memory] = {}
         self._slots: dict[int, Slots] = {}
-        self.fence = shared.fence
         self.round_bytes = ROUND_BYTES if shared.reach is None else DIRECT_BYTES
-        self._bell = channel.engine.doorbell
-        self._sleeping = channel.engine.doorbell.flags
         self.under_way: deque[OneRound] = deque()
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self.known: dict[tuple[str, Element, int], tuple[Words, Plan] | tuple[()]] = {}
         self.shares: dict[tuple[int, ...], list[Call]] = {}
         self.paces = {op: Pace() for op in OPERATIONS}
-        self.few: Few | None = None
         self.shown = 0
         self.were_mapped = False
 
-    def close(self, together: bool) -> None:
-        """Give the slots back; not together: others may still read them, so they stay as long as this process."""
-        if not together:
-            self.shared.kept += self._blocks
-
     # ------------------------------------------------------------------ keeping step
-
-    def tell(self, word: int, to_round: int) -> None:
-        """Say how far this member is, and wake those that sleep until then."""
-        if self.fence is not None:
-            self.fence()
-        self.mine[word] = to_round
-        self.ring()
-
-    def ring(self) -> None:
-        """Wake the members that sleep."""
-        flags = self._sleeping
-        for peer in self._peers:
-            if flags[peer]:
-                self._bell.ring(peer)
-        if self._bell.has_rung:
-            self._bell.give_way()
 
     def note(self, word: int, to_round: int) -> None:
         """Say so, where the next `tell` wakes whoever waits."""
@@ -375,11 +318,6 @@ class Team:
             "its own error says why"
         )
 
-    def give_up(self) -> None:
-        """Refuse further use; members that wait for this one hear of it."""
-        self.channel.give_up("its ranks gave different sizes or called different collectives, and are out of step")
-        self.tell(GIVEN_UP, 1)
-
     def check_there(self, line: memoryview, word: int, to_round: int) -> None:
         """Raise if a member that has given up is not so far, and so never will be."""
         if self.fence is not None:
@@ -388,19 +326,11 @@ class Team:
             raise self.deserted()
 
     def deserted(self) -> MpdistError:
-        """Why this member waits in vain for one that has given up; so it gives up, too."""
-        gone = [str(self.rank_of(member)) for member, line in enumerate(self._lines) if line[GIVEN_UP]]
-        self.give_up()
+        """As of all members; where their calls do not go together, so it says."""
+        why = super().deserted()
         at = self._call_at()
         come = [member for member, line in enumerate(self._lines) if begin_alike([line[at], self.mine[at]])]
-        return self.misfit(come) or CommRevoked(
-            f"a collective on {self.channel.where()} waits in vain: rank {', '.join(gone)} gave the communicator up, "
-            "because the ranks' calls did not go together"
-        )
-
-    def rank_of(self, member: int) -> int:
-        """A member's rank in the communicator."""
-        return self.channel.world_ranks.index(self.members[member].world_rank)
+        return self.misfit(come) or why
 
     def _call_at(self) -> int:
         return CALL_AT + self.first % 2
@@ -432,11 +362,6 @@ class Team:
             return self.shared.array(world_rank, place, count, dtype)
         assert self.shared.reach is not None
         return Remote(self.shared.reach, world_rank, PRIVATE - place, count, dtype)
-
-    def lines(self, form: str) -> list[memoryview[Any]]:
-        """Each member's lines, as numbers of this format."""
-        nbytes = HEAD_BYTES - LINES_AT
-        return [self.shared.numbers(rank, offset + LINES_AT, nbytes, form) for rank, offset in self.members]
 
     def slots(self, element: Element) -> Slots:
         """Where private memory is shown, as arrays of this type."""
@@ -477,13 +402,5 @@ def assemble(channel: Channel, ranks: Sequence[int]) -> Steps[Team | None]:
     Returns:
         None, on all ranks of the communicator, if one of them has no memory left for its slots.
     """
-    engine = channel.engine
-    shared = engine.shared
-    block = None if shared is None else shared.allocate(BLOCK_BYTES, f"collectives on {channel.where()}")
-    if block is not None:
-        block.bytes()[:HEAD_BYTES] = 0
-    mine = PRIVATE if block is None else block.offset
-    offsets = yield from meet(engine.meeting, channel.world_ranks, f"the team of {channel.name}", mine)
-    if block is None or min(offsets) == PRIVATE:
-        return None
-    return Team(channel, block, [Place(channel.world_ranks[rank], offsets[rank]) for rank in ranks])
+    gathered = yield from gather(channel, ranks, BLOCK_BYTES, HEAD_BYTES, TEAM)
+    return None if gathered is None else Team(channel, *gathered)
