@@ -23,7 +23,7 @@ def all_reduce(transport: Transport, channel: Channel, *arguments: Any) -> Steps
     team = yield from shared.team_of(channel)
     if team is None:
         return (yield from ordered.all_reduce(transport, channel, *arguments))
-    return (yield from shared.all_reduce_of(team, *arguments))
+    return (yield from shared.all_reduce_in_rounds(team, *arguments))
 
 
 def reduce(transport: Transport, channel: Channel, *arguments: Any) -> Steps[Any]:

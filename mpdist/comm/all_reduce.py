@@ -105,7 +105,7 @@ class AllReduce(Arrays):
             with engine.lock:
                 number = few.number + 1
                 is_free = number <= few.read + LINES or few.may_write(number)
-                if is_free and not channel.collectives and channel.at_once is few:
+                if is_free and channel.at_once is few and not (channel.collectives or channel.broken):
                     try:
                         sequence = channel.sequence + 1
                         if channel.signer is not None:
@@ -147,11 +147,11 @@ class AllReduce(Arrays):
                     engine.ticking.ensure()
                 posted: Work[Any] = work
                 return posted
-        except UsageError as error:
-            raise self._explained("all_reduce", error) from error.__cause__
-        except BaseException:  # as above
+        except BaseException as error:  # as above
             if work is not None:
                 channel.lost_hold_of("all_reduce")
+            elif isinstance(error, UsageError):
+                raise self._explained("all_reduce", error) from error.__cause__
             raise
         return self._posted(x, op, out, deterministic)
 
@@ -220,13 +220,16 @@ class AllReduce(Arrays):
     def _note(self, few: Few, x: Any, op: str, known: tuple[Words, FewPlan]) -> None:
         """From now on those of such arrays may go at once."""
         channel, kind = self._channel, type(x)
-        if channel.check is not None or not (kind is ndarray or MAKERS.get(kind) is from_torch):
-            return
         words, plan = known
+        if not plan.count or not (kind is ndarray or MAKERS.get(kind) is from_torch):
+            return
         key = op, x.dtype, plan.count
-        if plan.count and key not in few.recurring:
-            few.recurring[key] = Recurring(("all_reduce", words, True)), plan
-            channel.at_once = few
+        if channel.at_once is few and key in few.recurring:
+            return
+        with channel.engine.lock:
+            if channel.check is None and not channel.broken and type(channel) is Channel:
+                few.recurring[key] = Recurring(("all_reduce", words, True)), plan
+                channel.at_once = few
 
     def _planned(self, team: Team, op: str, target: Buffer) -> tuple[Words, Plan] | tuple[()]:
         """What makes it one request of a team, see `Team.known`."""
@@ -248,10 +251,7 @@ class AllReduce(Arrays):
         how = self._reduction(op, target)
         details = partial(op_text, target.element, target.nbytes, name_of(op, deterministic))
         if isinstance(how, Reduction):
-            nbytes = target.nbytes
-            is_large = nbytes >= self._large_from[how.sized_as["all_reduce"]]  # also few numbers, if on a device
-            is_large = is_large or (type(target) is Buffer and self._takes_few(how, nbytes))
-            is_unchecked = are_few(how, nbytes)
+            is_large, is_unchecked = self._is_large("all_reduce", how, target.nbytes), are_few(how, target.nbytes)
             return self._post_reduction(
                 "all_reduce", details, deterministic, is_large, source, target, how, is_unchecked=is_unchecked
             )

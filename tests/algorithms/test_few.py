@@ -46,9 +46,11 @@ def member() -> tuple[Any, list[tuple[str, int | str]], memoryview[Any]]:
         fence=lambda: log.append(("fence", "")),
     )
     engine = SimpleNamespace(shared=shared, doorbell=SimpleNamespace(flags=bytes(2), has_rung=False))
-    channel: Any = SimpleNamespace(engine=engine, rank=0, world_ranks=(0, 1))
+    channel: Any = SimpleNamespace(engine=engine, rank=0, world_ranks=(0, 1), team=None, few=None)
     block: Any = None
-    return Few(channel, block, [Place(0, 0), Place(1, 0)]), log, memoryview(memories[1]).cast("q")
+    few = Few(channel, block, [Place(0, 0), Place(1, 0)])
+    log.clear()
+    return few, log, memoryview(memories[1]).cast("q")
 
 
 def test_numbers_are_behind_fences_from_the_words_that_tell_of_them() -> None:

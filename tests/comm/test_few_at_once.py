@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from algorithms.forcing import SHARED, forced
 from comm.reference import ops_for, reduced
+from memory.simulated import Simulated
 
 import mpdist
 from mpdist import Communicator
@@ -306,8 +307,9 @@ async def test_one_that_has_timed_out_ends_them(made: Communicator) -> None:
     if made.rank == 0:
         with pytest.raises(mpdist.WorkTimeout):
             await made.all_reduce(np.zeros(2)).within(0.05)
-        with pytest.raises(mpdist.ClosedError):
-            made.all_reduce(np.zeros(2))
+        for count in (2, 3, 3, 3, 2):  # also of what has never been reduced
+            with pytest.raises(mpdist.ClosedError):
+                made.all_reduce(np.zeros(count))
     with pytest.raises(ZeroDivisionError):
         async with made:
             raise ZeroDivisionError
@@ -328,3 +330,18 @@ async def test_members_who_gave_up_before_there_were_any_are_not_waited_for(comm
             home: Any = made._channel.team if is_few else made._channel.few
             home.give_up()
         made._closed("the test is over")
+
+
+async def test_arrays_of_the_host_and_of_devices_go_together(
+    comm: Communicator, made: Communicator, fake_gpu: Simulated
+) -> None:
+    async with made.dup() as other:
+        for each in (made, other, comm):
+            for turn in range(8):
+                x = np.full(2, made.rank + 1.0)
+                out = np.zeros(2) if turn > 4 else None
+                is_on_device = made.rank == turn % made.size and out is None
+                op = mpdist.ReduceOp("sum") if turn % 3 == 2 else "sum"
+                result = await each.all_reduce(fake_gpu.array(x) if is_on_device else x, op, out=out)
+                result = result.get() if is_on_device else result
+                assert result.tolist() == [made.size * (made.size + 1) / 2] * 2

@@ -439,7 +439,7 @@ def test_what_mpi_gets_is_what_rank_0_was_told_and_nothing_in_debug_mode(
 def test_other_threads_that_call_mpi_attend_to_the_device(comm: Comm, given: Simulated) -> None:
     engine = comm._channel.engine
     engine.start_thread()
-    comm.all_reduce(given.array(np.ones(4))).wait()
+    comm.all_reduce(given.array(np.ones(100))).wait()
     comm.barrier().wait()
     while "mpdist-progress" not in {thread.name for thread in list(given.threads)}:
         time.sleep(0.001)

@@ -508,7 +508,7 @@ def test_cupys_arrays_are_asked_by_attributes(monkeypatch: pytest.MonkeyPatch) -
     buffer = as_buffer(x, writable=True)
     assert (buffer.address, buffer.count, buffer.nbytes, buffer.element.name) == (4096, 15, 30, "float16")
     assert (str(buffer.device), buffer.readonly, buffer.owner is x) == ("cuda:2", False, True)
-    assert sources._MAKERS[CupyArray] is sources._from_cupy
+    assert sources.MAKERS[CupyArray] is sources._from_cupy
     with pytest.raises(UnsupportedBuffer, match="contiguous"):
         as_buffer(CupyArray((3,), "float32", is_plain=False))
     with pytest.raises(UnsupportedBuffer, match=r"longdouble|float128|<f16|c32"):

@@ -83,7 +83,7 @@ def test_an_algorithm_has_longer_turns_where_no_loop_waits_for_its_own(
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(engine.ticking, "loop", loop if has_loop else None)
     seen: list[float] = []
-    work = comm.all_reduce(np.ones(1))
+    work = comm.all_reduce(np.ones(100))
     monkeypatch.setattr(engine, "drive_while", lambda *_: seen.append(engine.turn_seconds) or True)
     work.wait(0)
     assert seen == [ALGORITHM_SECONDS if has_loop else WAITED_FOR_SECONDS]

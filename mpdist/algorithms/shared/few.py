@@ -84,9 +84,7 @@ class Few(Members):
     def plan(self, how: Reduction, nbytes: int) -> FewPlan:
         """Of such all_reduces; made for the first."""
         key = how, nbytes
-        if key not in self._plans:
-            self._plans[key] = FewPlan(self, how, nbytes)
-        return self._plans[key]
+        return self._plans.get(key) or self._plans.setdefault(key, FewPlan(self, how, nbytes))
 
     def have_come(self, word_at: int, word: int) -> bool:
         """Whether all others tell the same word there; looks for a moment."""
@@ -225,7 +223,10 @@ class FewAllReduce(TeamRequest[Few]):
 
     @classmethod
     def of_shown(cls, few: Few, plan: FewPlan, to: tuple[Any, int]) -> FewAllReduce:
-        """The last one, whose numbers and word have been written; its result goes where `to` says."""
+        """The last one, whose numbers and word have been written; its result goes where `to` says.
+
+        It holds no Buffer: its Work has the array.
+        """
         request = cls.__new__(cls)
         request._team = few
         request._plan = plan

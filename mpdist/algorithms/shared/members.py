@@ -47,6 +47,7 @@ class Members:
         size: number of members.
         mine, others: the words of this member, and of each other one.
         fence: what keeps the order of memory accesses; None where the processor does.
+        has_given_up: this one, and has said so.
     """
 
     def __init__(self, channel: Channel, block: Block, members: Sequence[Place], words: int, given_up: int) -> None:
@@ -67,6 +68,10 @@ class Members:
         self.fence = shared.fence
         self._bell = channel.engine.doorbell
         self._sleeping = channel.engine.doorbell.flags
+        self.has_given_up: bool = any(
+            isinstance(other, Members) and other.has_given_up for other in (channel.team, channel.few)
+        )
+        self.mine[given_up] = int(self.has_given_up)
 
     def close(self, together: bool) -> None:
         """Give the memory back; not together: others may still read it, so it stays as long as this process."""
@@ -97,8 +102,9 @@ class Members:
         for also, has_met, what in (channel.team, channel.has_met, TEAM), (channel.few, channel.has_met_for_few, FEW):
             if isinstance(also, Members) and also is not self:
                 also.tell(also._given_up, 1)
-            elif not has_met:
+            elif not has_met and not self.has_given_up:
                 leave(channel.engine.meeting, channel.world_ranks, f"{what} of {channel.name}")
+        self.has_given_up = True
 
     def deserted(self) -> MpdistError:
         """Why this member waits in vain for one that has given up; so it gives up, too."""

@@ -70,7 +70,7 @@ def all_reduce(transport: Transport, channel: Channel, x: Buffer | None, out: Bu
     team = yield from team_of(channel)
     if team is None:
         return (yield from native.all_reduce(transport, x, out, how))
-    return (yield from all_reduce_of(team, x, out, how))
+    return (yield from all_reduce_in_rounds(team, x, out, how))
 
 
 def _few_all_reduce(
@@ -83,7 +83,7 @@ def _few_all_reduce(
     return out.owner
 
 
-def all_reduce_of(team: Team, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
+def all_reduce_in_rounds(team: Team, x: Buffer | None, out: Buffer, how: Reduction) -> Steps[Any]:
     """Of a team, through rounds, however few numbers they are: it rounds to the element type after each rank."""
     source = out if x is None else x
     plan = plans.all_reduce(team, how, out.nbytes)
