@@ -45,7 +45,8 @@ def member() -> tuple[Any, list[tuple[str, int | str]], memoryview[Any]]:
         numbers=lambda rank, offset, nbytes, form: line(rank, form),
         fence=lambda: log.append(("fence", "")),
     )
-    engine = SimpleNamespace(shared=shared, doorbell=SimpleNamespace(flags=bytes(2), has_rung=False))
+    backoff, doorbell = SimpleNamespace(yields=False), SimpleNamespace(flags=bytes(2), has_rung=False)
+    engine = SimpleNamespace(shared=shared, doorbell=doorbell, backoff=backoff)
     channel: Any = SimpleNamespace(engine=engine, rank=0, world_ranks=(0, 1), team=None, few=None)
     block: Any = None
     few = Few(channel, block, [Place(0, 0), Place(1, 0)])
