@@ -110,11 +110,14 @@ class AllReduce(Arrays):
                         sequence = channel.sequence + 1
                         if channel.signer is not None:
                             channel.signer.sign(sequence, call)
-                        word_at, places = plan.lines[number % LINES]
-                        mine, at = plan.mine, start
-                        for place in places:
-                            mine[place] = numbers[at]
-                            at += 1
+                        word_at, place, places = plan.lines[number % LINES]
+                        mine = plan.mine
+                        mine[place] = numbers[start]
+                        if places:
+                            at = start
+                            for place in places:
+                                at += 1
+                                mine[place] = numbers[at]
                         if few.fence is not None:
                             few.fence()
                         few.number = number  # with the next two lines: no handler of a signal comes in between
@@ -123,11 +126,8 @@ class AllReduce(Arrays):
                         if engine.credit > 0 and (few.pair[word_at] == word or few.have_come(word_at, word)):
                             if plan.second is None:
                                 plan.take(few, number, numbers, start)
-                            else:  # the same of two, without its call
-                                first, second, at = plan.first, plan.second, start
-                                for place in places:
-                                    numbers[at] = first[place] + second[place]
-                                    at += 1
+                            else:  # the same of one number of two members, without its call
+                                numbers[start] = plan.first[place] + plan.second[place]
                                 few.mine[READ_AT] = number
                             engine.credit -= 1
                             work = Ended()
@@ -143,7 +143,7 @@ class AllReduce(Arrays):
             if work is not None:
                 if channel._peer is None or channel.flags[channel._peer]:
                     channel.ring_all()
-                if not engine.ticking.is_on and not work._done:
+                if not work._done and not engine.ticking.is_on:
                     engine.ticking.ensure()
                 posted: Work[Any] = work
                 return posted

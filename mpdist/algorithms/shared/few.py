@@ -125,8 +125,8 @@ class FewPlan(Plan):
         fold: two numbers into one.
         terms: what the result is divided by; 0: by nothing.
         first, rest, mine: as numbers, the lines of the first member, of those after it, and of this one.
-        second: that of the second, where there are two, no fence is needed, and their numbers are only added.
-        lines: where the word and the numbers of each line are.
+        second: that of the second, where there are two, no fence is needed, and one number of each is only added.
+        lines: where the word, the first number and the others of each line are.
         memory: all, as numbers from START on; at an address of which `odd` has a bit is none.
         shift: of an address, to be the place of a number in it.
     """
@@ -143,17 +143,18 @@ class FewPlan(Plan):
         lines = few.lines(form)
         self.mine = lines[few.rank]
         self.first, *self.rest = lines
-        is_plain = len(lines) == 2 and few.fence is None and how.op.name == "sum" and how.element.kind == "float"
-        self.second = self.rest[0] if is_plain else None
+        is_sum = how.op.name == "sum" and how.element.kind == "float" and self.count == 1
+        self.second = self.rest[0] if is_sum and len(lines) == 2 and few.fence is None else None
         starts = [(line * LINE_BYTES + 8) // itemsize for line in range(LINES)]
-        self.lines = [(line * _WORDS, range(start, start + self.count)) for line, start in enumerate(starts)]
+        self.lines = [(line * _WORDS, start, range(start + 1, start + self.count)) for line, start in enumerate(starts)]
         self.memory: memoryview[Any] = _MEMORY.cast(form)  # type: ignore[call-overload]  # one of those above
         self.shift, self.odd = itemsize.bit_length() - 1, itemsize - 1
 
     def reduce(self, number: int, to: Any, at: int) -> None:
         """What all have shown for the all_reduce of this number, into where this member has its result."""
         first, rest, fold = self.first, self.rest, self.fold
-        for place in self.lines[number % LINES][1]:
+        _, start, _ = self.lines[number % LINES]
+        for place in range(start, start + self.count):
             value: Any = first[place]
             for others in rest:
                 value = fold(value, others[place])
@@ -242,10 +243,10 @@ class FewAllReduce(TeamRequest[Few]):
 
     def _show(self, few: Few) -> None:
         plan, number = self._plan, self._number
-        word_at, places = plan.lines[number % LINES]
+        word_at, start, _ = plan.lines[number % LINES]
         numbers, at = self._from
         mine = plan.mine
-        for place in places:
+        for place in range(start, start + plan.count):
             mine[place] = numbers[at]
             at += 1
         if few.fence is not None:
@@ -266,7 +267,7 @@ class FewAllReduce(TeamRequest[Few]):
                 return self._leave(few)
             if not self._is_next(few):
                 return False
-        word_at, _ = plan.lines[number % LINES]
+        word_at = plan.lines[number % LINES][0]
         word = mine[word_at]
         for words in few.others:
             other = words[word_at]
