@@ -271,7 +271,7 @@ def test_one_that_others_have_heard_of_is_not_posted_again(
     each = comm.dup().wait()
     for _ in range(3):  # the ranks share memory from the second on
         each.all_reduce(np.zeros(count), op).wait()
-    each._channel.at_once = None  # which makes no request that nobody waits for
+    each._channel.at_once = None  # of what goes at once rank 0 may make no request
     make, pending = plan.request, Pending()
 
     def made(*arguments: Any) -> Any:
