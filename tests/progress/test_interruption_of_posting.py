@@ -207,9 +207,9 @@ CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
 LATE = {"all_reduce at once": False, "all_reduce that waits": True}
 # So many places these have at least, in files of a folder.
 LEAST = {
-    ("all_reduce at once", "comm"): 8,
-    ("all_reduce that waits", "comm"): 8,
-    ("all_reduce that waits", "shared"): 8,
+    ("all_reduce at once", "comm"): 5,
+    ("all_reduce that waits", "comm"): 5,
+    ("all_reduce that waits", "shared"): 5,
 }
 
 
