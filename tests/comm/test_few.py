@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from algorithms.forcing import SHARED, forced, replaced
+from comm.meeting import met
 from comm.reference import ops_for, reduced
 from memory.simulated import Simulated
 
@@ -184,15 +185,6 @@ async def test_all_hear_of_other_sizes_and_stay_in_step(made: Communicator, monk
                 await work
         else:
             assert (await work == made.size).all()
-
-
-async def met(comm: Communicator) -> None:
-    """All have come, by messages: a collective of another communicator may have the place of the one looked for."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    for rank in others:
-        await comm.send(b"", rank, 9)
-    for rank in others:
-        await comm.recv(src=rank, tag=9)
 
 
 @pytest.mark.ranks(2, 3)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from algorithms.forcing import SHARED, forced
+from comm.meeting import met
 from comm.reference import ops_for, reduced
 from memory.simulated import Simulated
 
@@ -241,15 +242,6 @@ async def test_two_tasks_are_told_from_each_other(made: Communicator) -> None:
 
 async def alone(comm: Communicator) -> Any:
     return await comm.all_reduce(np.ones(2))
-
-
-async def met(comm: Communicator) -> None:
-    """All have come, by messages: a collective of another communicator may have the place of the one looked for."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    for rank in others:
-        await comm.send(b"", rank, 9)
-    for rank in others:
-        await comm.recv(src=rank, tag=9)
 
 
 @pytest.mark.ranks(2, 3)
