@@ -94,7 +94,7 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
     yield last
     yield Until(lambda: not any(isinstance(work, Receive) for work in channel.under_way()))
     yield from _drop_unclaimed(channel)
-    yield Until(lambda: not channel.under_way())
+    yield Until(lambda: not channel.under_way() and channel.fastboxes.are_left())
     if node is not None and all(heard[rank] & HAS_NODE for rank in node.members):
         yield from _close_node(node)
     then(True)

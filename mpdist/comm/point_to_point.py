@@ -12,13 +12,15 @@ from mpdist.comm.staged_messages import receive_on_device, send_from_device
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap
-from mpdist.progress import wire
+from mpdist.progress.fastbox import BOX_BYTES, put
+from mpdist.progress.fastbox_reader import NEVER
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
 from mpdist.progress.receive import Probe, Receive, ReceiveEither, ReceiveObject
 from mpdist.progress.sending import keep, posted, send, send_frames
 from mpdist.progress.sendrecv import SendReceive
+from mpdist.progress.wire import CODE_BITS, PIECE_BYTES
 
 if TYPE_CHECKING:
     from mpdist.progress.message import Message, ProbedMessage
@@ -50,18 +52,26 @@ class PointToPoint(Operations):
         if type(x) is not ndarray or not type(dst) is type(tag) is int or (x.ndim != 1 and not x.flags.c_contiguous):
             return self._send(x, dst, tag)
         channel = self._channel
-        if dst not in channel.addressed or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > wire.PIECE_BYTES:
+        if dst not in channel.addressed or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > PIECE_BYTES:
             return self._send(x, dst, tag)
         request = None
         try:
-            code = BY_DTYPE[x.dtype].code
-            request = channel.isend([x, nbytes, channel.byte], dst, tag << wire.CODE_BITS | code)
+            wire_tag = tag << CODE_BITS | BY_DTYPE[x.dtype].code
+            if nbytes <= BOX_BYTES:
+                opened = channel.opened
+                if dst in opened:
+                    sent = put(channel, opened[dst], x, nbytes, wire_tag)
+                    if sent is not None:
+                        return sent
+                elif channel.fastboxes.opens(dst):
+                    return self._send(x, dst, tag)
+            request = channel.isend([x, nbytes, channel.byte], dst, wire_tag)
             return posted(channel, request, dst, tag, x)
         except BaseException as error:
             if is_interruption(error):
                 keep(channel, request, dst, tag, x)
                 raise
-            if not isinstance(error, (BufferError, KeyError)):
+            if not isinstance(error, (BufferError, KeyError, ValueError)):
                 raise
         return self._send(x, dst, tag)
 
@@ -101,12 +111,17 @@ class PointToPoint(Operations):
             and (element := BY_DTYPE.get(x.dtype)) is not None
             and (src is ANY_SOURCE or (type(src) is int and 0 <= src < self.size))
             and (tag is ANY_TAG or (type(tag) is int and 0 <= tag <= channel.max_tag))
-            and (nbytes := x.nbytes) <= wire.PIECE_BYTES
+            and (nbytes := x.nbytes) <= PIECE_BYTES
             and x.flags.carray
         ):  # the latency path, as in send
-            return channel.inbox.receive_array(
-                x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
-            )
+            inbox = channel.inbox
+            if tag is ANY_TAG:
+                tag = ANY
+            if nbytes <= BOX_BYTES and src in inbox.boxes:
+                work = inbox.receive_at_once(x, element, nbytes, src, tag)
+                if work is not None:
+                    return work
+            return inbox.receive_array(x, element, nbytes, ANY if src is ANY_SOURCE else src, tag)
         try:
             buffer = None if x is None else as_buffer(x, writable=True)
             if buffer is not None and buffer.device is not HOST:
@@ -132,7 +147,10 @@ class PointToPoint(Operations):
         try:
             dst, tag = self._rank(dst, "dst"), self._tag(tag)
             _check_apart(x, out)
-            receive = self.recv(out, dst if src is None else src, tag)
+            src = dst if src is None else src
+            if type(src) is int and src in self._channel.inbox.boxes:
+                self._channel.inbox.boxes[src].looks = NEVER  # the other may wait for what this one sends
+            receive = self.recv(out, src, tag)
             try:
                 return SendReceive(receive, self.send(x, dst, tag))
             except BaseException:  # a receive that nobody knows would take a message

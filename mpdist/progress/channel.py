@@ -30,6 +30,7 @@ from mpdist.progress.collective import (
     one_call,
     user_place,
 )
+from mpdist.progress.fastbox import Fastbox, Fastboxes
 from mpdist.progress.inbox import Inbox
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.work import Work
@@ -81,6 +82,8 @@ class Channel:
         world_ranks: the members' ranks in the world.
         peers: the same without this rank.
         addressed: the members to which this one has sent, numbered as here.
+        opened: the fastboxes into which small arrays may be put, by member.
+        fastboxes: all of them.
         inbox: its messages and receives.
         sequence: number of collectives posted so far.
         recent: name, words and place of the last of them.
@@ -135,6 +138,8 @@ class Channel:
         self.isend = transport.isend
         self.byte = transport.byte
         self.flags = engine.doorbell.flags
+        self.opened: dict[int, Fastbox] = {}
+        self.fastboxes = Fastboxes(self)
         self.inbox = Inbox(self)
         engine.channels.append(self)
 
@@ -386,6 +391,7 @@ class Channel:
             if self.inbox in engine.listening:
                 engine.listening.remove(self.inbox)
             self.end_waiting(why)
+        self.fastboxes.close()
         if self.team is not None:
             self.team.close(together)
             self.team = None
@@ -419,6 +425,7 @@ class Channel:
         self.at_once = None
         self.broken = why
         self.isend = self._refuse_to_send
+        self.fastboxes.end()
         self.inbox.close()
 
     def refuse(self, why: str) -> None:

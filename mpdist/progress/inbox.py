@@ -7,6 +7,7 @@ write into the receiver's buffer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpdist.progress import wire
 from mpdist.progress.array_receive import ArrayReceive
 from mpdist.progress.backoff import message_credit
+from mpdist.progress.fastbox import EPOCH, GONE, READ_AT
+from mpdist.progress.fastbox_reader import FastboxReader, reader_of
 from mpdist.progress.mailbox import Mailbox
 from mpdist.progress.message import Incoming, Message, ProbedMessage, ReceiveThere, ShownIncoming
 from mpdist.progress.receive import Receive, ReceiveEither
+from mpdist.progress.received import receive_at_once
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -30,6 +34,10 @@ R = TypeVar("R", bound=Receive)
 # How many messages one look takes at the most, so that a flood does not hold a turn.
 POLL_MESSAGES = 16
 
+# Into fastboxes, some 1 and 4 us.
+LOOKS = 16
+LOOKS_AT_ONCE = 100
+
 
 class Inbox:
     """The receiving side of a channel.
@@ -41,6 +49,9 @@ class Inbox:
         probed_for: an iterator without end, of what a probe finds, or None. After a call of the probe a signal's
             handler could raise before the message has a name; a `for` names it at once.
         untaken: a message that MPI has given out, until it is delivered.
+        boxes, readers: the fastboxes of other members, by member, and those of them with one in turn first.
+        looks, looks_at_once: as many into a box for a small message, between two of MPI's probes, and by who posts.
+        unread: a message from one of them, until it is delivered.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -54,6 +65,12 @@ class Inbox:
         arguments = transport.any_source, transport.any_tag, transport.status
         self.probed_for: Iterator[Any] = map(transport.improbe, *map(repeat, arguments))
         self.untaken: object = None
+        self.boxes: dict[int, FastboxReader] = {}
+        self.readers: deque[FastboxReader] = deque()
+        self.unread: Incoming | None = None
+        self._read_in_a_row = 0
+        self.looks = range(1 if self.engine.backoff.yields else LOOKS)
+        self.looks_at_once = range(1 if self.engine.backoff.yields else LOOKS_AT_ONCE)
         self._head = bytearray()
         self._in_pieces: dict[tuple[int, int], Incoming] = {}
         self._probed: set[Incoming] = set()
@@ -169,6 +186,10 @@ class Inbox:
     def poll(self, most: int = POLL_MESSAGES) -> bool:
         """Take what has arrived, so many messages at the most; True if anything has."""
         taken = 0
+        while self.readers and self._read_one():
+            taken += 1
+            if taken == most or not self.box.receives:
+                return True
         for handle in self.probed_for:
             if handle is None:
                 break
@@ -196,6 +217,8 @@ class Inbox:
         nbytes = words[nbytes_at]
         code = mpi_tag & wire.CODE_MASK
         tag = mpi_tag >> wire.CODE_BITS
+        if src in self.boxes:
+            self._read_all(self.boxes[src])
         self.engine.credit -= message_credit(nbytes)
         if code >= wire.PIECE:
             self._add(handle, src, tag, nbytes, code)
@@ -212,7 +235,10 @@ class Inbox:
         """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
         receive = None
         try:
-            self.untaken = None
+            if self.unread is incoming:
+                self.unread = None
+            else:
+                self.untaken = None
             while True:  # a condition would be outside of `try`, see interruption.py
                 receive = self.box.match(incoming.src, incoming.tag)
                 if receive is None:
@@ -240,13 +266,19 @@ class Inbox:
             self._all_came_of.add(src)
             if handle:  # not received yet, and then interrupted
                 handle.Recv([bytearray(), 0, self.channel.byte])
+            self._leave_box(src)
+            return
+        if code == wire.FASTBOX:
+            self._open_box(handle, src)
             return
         if code >= wire.ARRAY_SHOWN:
             self._open_shown(handle, src, tag, nbytes, code - wire.ARRAY_SHOWN)
             return
         incoming = self._in_pieces[src, tag]
         assert incoming.parts is not None
-        incoming.parts += ((handle, nbytes),)  # no call, after which a handler could raise: it would be added again
+        # No call, after which a handler could raise: it would be added again.
+        incoming.parts += ((handle, nbytes),)
+        self.untaken = None
 
     def all_pieces_came(self, incoming: Incoming) -> None:
         """No more come; what its sender sends with this tag from now on belongs to a later message."""
@@ -267,6 +299,73 @@ class Inbox:
         assert showing is not None, "nobody shows what this rank has not found it can take"
         place = wire.Place.unpack(head)
         self.deliver(ShownIncoming(showing.shown(src, place), src, tag, code, place.nbytes))
+
+    receive_at_once = receive_at_once
+
+    # ------------------------------------------------------------------ small ones through shared memory
+
+    def next_reader(self) -> FastboxReader | None:
+        """A box with an entry, each in turn; None as well when so many were read that it is MPI's messages' turn."""
+        if self._read_in_a_row >= POLL_MESSAGES:
+            self._read_in_a_row = 0
+            return None
+        readers = self.readers
+        for _ in range(len(readers)):
+            reader = readers[0]
+            readers.rotate(-1)
+            if reader.has_one():
+                self._read_in_a_row += 1
+                return reader
+        return None
+
+    def _read_one(self) -> bool:
+        reader = self.next_reader()
+        if reader is None:
+            return False
+        self.read(reader)
+        return True
+
+    def read(self, reader: FastboxReader) -> None:
+        """Deliver the entry that is there."""
+        self.engine.credit -= 1
+        try:
+            incoming = reader.pass_on(self)
+            if incoming is not None:
+                self.deliver(incoming)
+        except BaseException:  # of a signal's handler
+            if self.unread is not None:
+                self.deliver(self.unread)
+            raise
+
+    def _read_all(self, reader: FastboxReader) -> None:
+        """Deliver what was put there before a message that MPI has given out."""
+        while reader.has_one():
+            self.read(reader)
+
+    def _open_box(self, handle: Any, src: int) -> None:
+        offset = wire.unpack_size(self._head_of(handle, 8))
+        reader = self.boxes.get(src)
+        if reader is None:
+            channel = self.channel
+            shared = channel.engine.shared
+            assert shared is not None, "only ranks of a node have one"
+            reader = reader_of(shared, src, channel.world_ranks[src], offset)
+            # No call until the end, after which a handler could raise: this would be done again.
+            self.boxes[src] = reader
+            self.readers += (reader,)
+        reader.number += EPOCH
+        self.untaken = None
+
+    def _leave_box(self, src: int) -> None:
+        """Never look there again, for its sender may take the memory back."""
+        reader = self.boxes.get(src)
+        if reader is not None:
+            others = deque(each for each in self.readers if each is not reader)
+            # No call between these.
+            del self.boxes[src]
+            self.readers = others
+            reader.words[READ_AT] = GONE
+            self.channel.ring(src)
 
     # ------------------------------------------------------------------ probed messages
 
@@ -352,4 +451,4 @@ class ClosedInbox(Inbox):
     def _refuse_to_receive(self, *_: Any, **__: Any) -> Any:
         raise self.channel.unusable("recv")
 
-    receive_array = receive_probed = take_probed = _refuse_to_receive
+    receive_array = receive_at_once = receive_probed = take_probed = _refuse_to_receive

@@ -28,6 +28,7 @@ class Outbox:
         self._queue: deque[Request | Held] = deque()
         self._isend = channel.isend
         self._lock = threading.RLock()
+        channel.fastboxes.end()  # what is put there would overtake
 
     def hold(self, mark: Mark | Request) -> None:
         """Let the messages that are posted from now on wait for this."""

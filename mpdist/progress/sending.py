@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
+from mpdist.progress.fastbox import BOX_BYTES, put
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
@@ -37,6 +38,12 @@ def send(channel: Channel, buffer: Buffer, dst: int, tag: int) -> Work[None]:
     if nbytes > wire.PIECE_BYTES:
         head = wire.pack_size(nbytes)
         return _send_pieces(channel, head, wire.ARRAY_IN_PIECES + buffer.element.code, [buffer], dst, tag, buffer)
+    if nbytes <= BOX_BYTES and (dst in channel.opened or channel.fastboxes.opens(dst)):
+        box = channel.opened.get(dst)  # another thread may have shut it
+        wire_tag = wire.wire_tag(tag, buffer.element.code)
+        sent = None if box is None else put(channel, box, buffer.array().view("u1"), nbytes, wire_tag)
+        if sent is not None:
+            return sent
     memory = buffer.exporter
     if memory is None:
         memory = channel.transport.memory_of(buffer)
@@ -85,6 +92,8 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
     Rung after the message is posted: a receiver that falls asleep meanwhile looks once more before it does, and
     one that is woken on this processor finds the message.
     """
+    if dst in channel.opened:
+        channel.fastboxes.shut(dst)
     engine = channel.engine
     if channel.flags[channel.world_ranks[dst]]:
         channel.ring(dst)
@@ -128,6 +137,8 @@ def keep(channel: Channel, request: Request | None, dst: int, tag: int, lease: o
             memory is kept for good.
     """
     engine = channel.engine
+    if dst in channel.opened:
+        channel.fastboxes.shut(dst)
     if request is None:
         engine.wrecks.append(_unlisted(channel, None, dst, tag, lease))
     elif not any(isinstance(work, Send) and work._request is request for work in list(engine.active)):

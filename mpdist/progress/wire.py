@@ -24,6 +24,8 @@ OBJECT_IN_PIECES = 65  # the message is the table of sizes and the pickle, the b
 # a pickle that is too large for one message follows as the first of them, an empty one in its place
 PIECE = 66  # a part of the last message with pieces of the same source and tag
 LAST = 67  # empty: its sender closes the communicator, and nothing follows
+FASTBOX = 68  # the message says where its sender puts small arrays from now on, see `fastbox`
+NOTHING = 69  # of an entry there that could not be filled
 ARRAY_SHOWN = 96  # + element code: the message says where its receiver finds the data, on a device of its node
 
 # Open MPI refuses messages of 2**31 bytes and more.

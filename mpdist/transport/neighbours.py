@@ -66,6 +66,14 @@ class Neighbours:
         self.kept: list[Block] = []
         self._has_said = False
 
+    def has(self, world_rank: int) -> bool:
+        """Whether that rank is one of them."""
+        return world_rank in self._maps
+
+    def memory(self, world_rank: int) -> mmap.mmap:
+        """A rank's arena."""
+        return self._maps[world_rank]
+
     def words(self, world_rank: int, offset: int, count: int) -> memoryview:
         """64-bit words of a rank's arena: each is read or written in one piece."""
         return self.numbers(world_rank, offset, 8 * count, "q")

@@ -1,0 +1,224 @@
+"""Fastbox: small arrays to a rank of the same node go through a page of shared memory.
+
+A call of MPI takes longer than Python to copy a few bytes. When some small arrays have gone
+to a member by MPI, their sender takes a page of its arena for those that follow, and tells
+the member where. An entry is the data, a head that says what they are, and last its number.
+
+Nothing overtakes. A box is open or shut; whoever sends to the member by MPI, because the array
+is large or the box full, shuts it, and all goes by MPI. It opens again when small arrays
+follow each other and all entries have been read: a message by MPI says so, and with
+each a new epoch begins, which the numbers of entries name. So
+
+    what was sent by MPI before an entry has come when its epoch begins: who receives waits for that;
+    what was put before a message by MPI is there when that comes: who receives reads it first.
+
+Python changes threads, and calls the handlers of signals, only at calls and where loops jump
+back: lines without them are done as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpdist.progress import wire
+from mpdist.progress.send import Sent, SentAndTurn
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+    from mpdist.memory.arena import Block
+    from mpdist.progress.channel import Channel
+    from mpdist.transport.requests import Request
+
+# A page in all, of one direction between two members.
+SLOTS = 16
+SLOT_BYTES = 256
+HEAD_BYTES = 16
+BLOCK_BYTES = SLOTS * SLOT_BYTES
+LINE_BYTES = 64
+BOX_BYTES = SLOT_BYTES - HEAD_BYTES - LINE_BYTES
+"""The largest array that goes this way."""
+
+# The first word of an entry is its number: epoch << 32 | how many there are with it, in all epochs.
+EPOCH = 1 << 32
+# The second is its head: wire tag << 8 | bytes
+SIZE_BITS = 8
+NOTHING = wire.NOTHING << SIZE_BITS
+
+# The number of the last entry that has been read, or GONE when none will be any more. In a line with nothing else.
+READ_AT = (BLOCK_BYTES - LINE_BYTES) // 8
+GONE = -1
+
+# So many small arrays go by MPI before a box opens; each time that it is shut twice as many, up to the last.
+OPENS_AFTER = 3
+OPENS_AFTER_AT_MOST = 64
+_NEVER = 1 << 62
+
+
+def places(offset: int) -> list[tuple[int, int, int]]:
+    """Of each slot: where it has its words, the number and the head, and where its data lie behind this offset."""
+    words = SLOT_BYTES // 8
+    return [(slot * words, slot * words + 1, offset + slot * SLOT_BYTES + HEAD_BYTES) for slot in range(SLOTS)]
+
+
+class Fastbox:
+    """What its sender knows of one.
+
+    Attributes:
+        number: of the last entry.
+        limit: up to this number they may be put, as far as it has looked.
+        began: what the number was when the epoch began.
+        peer: the member's rank in the world.
+        words, memory: all of it as words; the arena's memory.
+        small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
+    """
+
+    __slots__ = (
+        "after", "began", "block", "fence", "limit", "memory", "number", "peer", "places", "small", "words",
+    )  # fmt: skip
+
+    peer: int
+    words: memoryview[int]
+    memory: mmap
+    places: list[tuple[int, int, int]]
+    fence: Any
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.number = self.limit = self.began = self.small = 0
+        self.after = OPENS_AFTER
+
+    def look(self) -> None:
+        """See how far its receiver has read."""
+        self.limit = self.words[READ_AT] + SLOTS
+        if self.fence is not None:
+            self.fence()
+
+    def is_read(self) -> bool:
+        """Whether all entries have been read."""
+        return self.number == self.began or self.words[READ_AT] == self.number
+
+
+def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int) -> Sent | None:
+    """Send a small array, whatever gives it as C-contiguous bytes; None where the box is full.
+
+    Raises:
+        ValueError, BufferError, TypeError: it does not give them; nothing is sent.
+    """
+    number = box.number
+    if number >= box.limit:
+        box.look()
+        number = box.number
+        if number >= box.limit:
+            return None
+    # The slot is this entry's. No call since it was looked at; nor is there one until the data are there.
+    box.number = number = number + 1
+    number_at, head_at, start = box.places[number & SLOTS - 1]
+    words = box.words
+    is_there = False
+    try:
+        words[head_at] = wire_tag << SIZE_BITS | nbytes
+        box.memory[start : start + nbytes] = x
+        is_there = True
+        if box.fence is not None:
+            box.fence()
+    finally:
+        if not is_there:
+            words[head_at] = NOTHING
+        words[number_at] = number
+    engine = channel.engine
+    if channel.flags[box.peer]:
+        engine.doorbell.ring(box.peer)
+        engine.doorbell.give_way()
+    engine.credit -= 1
+    sent = Sent() if engine.credit > 0 else SentAndTurn()
+    sent._channel = channel
+    return sent
+
+
+class Fastboxes:
+    """Those of a channel, to any member. Which are open says the channel, see `Channel.opened`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._boxes: dict[int, Fastbox] = {}
+        self._told: list[Request] = []
+        self._is_ended = False
+
+    def opens(self, dst: int) -> bool:
+        """A small array is about to go by MPI: whether the box to this member has been opened for it instead."""
+        box = self._boxes.get(dst) or self._boxes.setdefault(dst, Fastbox())
+        box.small += 1
+        return box.small > box.after and self._open(dst, box)
+
+    def _open(self, dst: int, box: Fastbox) -> bool:
+        channel = self._channel
+        with channel.engine.lock:
+            # Others post in the place of the channel in debug mode, and where data of devices are on their way.
+            if self._is_ended or dst in channel.opened or channel.isend is not channel.transport.isend:
+                return False
+            if box.block is None and not self._make(dst, box):
+                box.after = _NEVER
+                return False
+            box.small = 0
+            assert box.block is not None
+            if not box.is_read():
+                return False
+            self._have_told()
+            head = wire.pack_size(box.block.offset)
+            telling = map(channel.isend, ([head, len(head), channel.byte],), (dst,), (wire.FASTBOX,))
+            # No call between these, after which a handler could raise. Opened first: another thread that posts by MPI
+            # meanwhile shuts it again.
+            box.number = box.began = box.number + EPOCH
+            box.limit = box.number + SLOTS
+            channel.opened[dst] = box
+            self._told += telling
+        channel.ring(dst)
+        return True
+
+    def _make(self, dst: int, box: Fastbox) -> bool:
+        channel, shared = self._channel, self._channel.engine.shared
+        if shared is None or not shared.has(channel.world_ranks[dst]):
+            return False
+        block = shared.arena.allocate(BLOCK_BYTES)
+        if block is None:
+            return False
+        block.bytes()[:] = 0
+        own = channel.world_ranks[channel.rank]
+        box.peer = channel.world_ranks[dst]
+        box.words = shared.words(own, block.offset, BLOCK_BYTES // 8)
+        box.memory = shared.memory(own)
+        box.places = places(block.offset)
+        box.fence = shared.fence
+        box.block = block
+        return True
+
+    def shut(self, dst: int) -> None:
+        """A message has gone by MPI to this member, whose box was open; it may be called again."""
+        box = self._channel.opened.pop(dst, None)
+        if box is not None:
+            box.after = min(2 * box.after, OPENS_AFTER_AT_MOST)
+
+    def end(self) -> None:
+        """All goes by MPI from now on."""
+        self._is_ended = True
+        self._channel.opened.clear()
+
+    def are_left(self) -> bool:
+        """Whether their receivers will not look at them any more."""
+        boxes = [box for box in self._boxes.values() if box.block is not None]
+        return all(box.words[READ_AT] == GONE for box in boxes) and self._have_told()
+
+    def _have_told(self) -> bool:
+        """Whether MPI is done with the messages that say so when a box opens."""
+        self._told = [request for request in self._told if not request.Test()]
+        return not self._told
+
+    def close(self) -> None:
+        """Give their memory back, or leave it to those who may still look."""
+        self.end()
+        shared = self._channel.engine.shared
+        for box in self._boxes.values():
+            if shared is not None and box.block is not None and box.words[READ_AT] != GONE:
+                shared.kept.append(box.block)
+        self._boxes.clear()

@@ -1,0 +1,99 @@
+"""FastboxReader: the receiver's side of a fastbox, see `fastbox`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpdist.memory import BY_CODE
+from mpdist.progress import wire
+from mpdist.progress.fastbox import BLOCK_BYTES, BOX_BYTES, READ_AT, SIZE_BITS, SLOTS, places
+from mpdist.progress.message import Incoming, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from mmap import mmap
+
+    from mpdist.progress.inbox import Inbox
+    from mpdist.transport.neighbours import Neighbours
+
+NEVER, ONCE = range(0), range(1)
+
+_SIZE_MASK = (1 << SIZE_BITS) - 1
+
+
+class FastboxReader:
+    """What its receiver knows of one.
+
+    Attributes:
+        src: whose it is.
+        number: of the next entry; one of a later epoch has another.
+        place: of its slot.
+        looks: as often is looked for the next one by who asks for it, before its receive is posted.
+    """
+
+    __slots__ = ("fence", "looks", "memory", "number", "place", "places", "src", "words")
+
+    memory: mmap
+    fence: Callable[[], object] | None
+
+    def __init__(self, src: int, words: memoryview[int], offset: int) -> None:
+        self.src = src
+        self.words = words
+        self.places = places(offset)
+        self.number = 1
+        self.place = self.places[1]
+        self.looks = ONCE
+
+    def has_one(self) -> bool:
+        """Whether there is an entry that may be read."""
+        return self.words[self.place[0]] == self.number
+
+    def pass_on(self, inbox: Inbox) -> Incoming | None:
+        """Read the entry that is there; None if another thread has, or its sender could not fill it.
+
+        From here on its message is in the inbox's hands, whatever handler comes.
+        """
+        if self.fence is not None:
+            self.fence()
+        number = self.number
+        _, head_at, start = self.place
+        incoming = incoming_of(self.src, self.words[head_at], self.memory[start : start + BOX_BYTES])
+        if self.fence is not None:
+            self.fence()
+        if self.number != number:
+            return None
+        # No call from here on.
+        self.words[READ_AT] = number
+        self.number = number = number + 1
+        self.place = self.places[number & SLOTS - 1]
+        inbox.unread = incoming
+        return incoming
+
+
+def incoming_of(src: int, head: int, data: bytes) -> Incoming | None:
+    """The message of an entry, with data of its own; None for one that its sender could not fill."""
+    wire_tag = head >> SIZE_BITS
+    code = wire_tag & wire.CODE_MASK
+    if code == wire.NOTHING:
+        return None
+    nbytes = head & _SIZE_MASK
+    element = BY_CODE[code]
+    array = np.empty(nbytes // element.itemsize, element.storage)
+    array.view(np.uint8)[:] = np.frombuffer(data, np.uint8, nbytes)
+    incoming = Incoming(None, src, wire_tag >> wire.CODE_BITS, code, nbytes)
+    incoming.result = Message(array, src, incoming.tag, len(array), nbytes, element)
+    return incoming
+
+
+def reader_of(shared: Neighbours, src: int, world_rank: int, offset: int) -> FastboxReader:
+    """Of the box that lies there in the arena of that rank of the world, which is `src` in the communicator."""
+    reader = FastboxReader(src, shared.words(world_rank, offset, BLOCK_BYTES // 8), offset)
+    reader.memory = shared.memory(world_rank)
+    reader.fence = shared.fence
+    return reader
+
+
+NO_READER = FastboxReader(-1, memoryview(bytes(BLOCK_BYTES)).cast("q"), 0)
+"""Of a box in which never is anything."""
