@@ -13,7 +13,6 @@ from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap
 from mpdist.progress.fastbox import BOX_BYTES, put
-from mpdist.progress.fastbox_reader import NEVER
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
@@ -105,6 +104,19 @@ class PointToPoint(Operations):
             UnsupportedBuffer: `x` is read-only, strided, or of a type that cannot be received.
             InvalidRank: no such rank.
         """
+        inbox = self._channel.inbox
+        # The latency path, as in send.
+        if type(x) is ndarray and type(src) is int and src in inbox.boxes:
+            if tag is ANY_TAG:
+                received = inbox.receive_at_once(x, src, ANY)
+            else:
+                received = inbox.receive_at_once(x, src, tag) if type(tag) is int and tag >= 0 else None
+            if received is not None:
+                return received
+        return self._post_receive(x, src, tag)
+
+    def _post_receive(self, x: object, src: Source, tag: Tag) -> Work[Message]:
+        """Post a receive, whether its message is there already or not."""
         channel = self._channel
         if (
             type(x) is ndarray
@@ -114,14 +126,9 @@ class PointToPoint(Operations):
             and (nbytes := x.nbytes) <= PIECE_BYTES
             and x.flags.carray
         ):  # the latency path, as in send
-            inbox = channel.inbox
-            if tag is ANY_TAG:
-                tag = ANY
-            if nbytes <= BOX_BYTES and src in inbox.boxes:
-                work = inbox.receive_at_once(x, element, nbytes, src, tag)
-                if work is not None:
-                    return work
-            return inbox.receive_array(x, element, nbytes, ANY if src is ANY_SOURCE else src, tag)
+            return channel.inbox.receive_array(
+                x, element, nbytes, ANY if src is ANY_SOURCE else src, ANY if tag is ANY_TAG else tag
+            )
         try:
             buffer = None if x is None else as_buffer(x, writable=True)
             if buffer is not None and buffer.device is not HOST:
@@ -147,10 +154,8 @@ class PointToPoint(Operations):
         try:
             dst, tag = self._rank(dst, "dst"), self._tag(tag)
             _check_apart(x, out)
-            src = dst if src is None else src
-            if type(src) is int and src in self._channel.inbox.boxes:
-                self._channel.inbox.boxes[src].looks = NEVER  # the other may wait for what this one sends
-            receive = self.recv(out, src, tag)
+            # Not met at once: the other may wait for what is sent here, and a cancelled await gives the message back.
+            receive = self._post_receive(out, dst if src is None else src, tag)
             try:
                 return SendReceive(receive, self.send(x, dst, tag))
             except BaseException:  # a receive that nobody knows would take a message

@@ -182,16 +182,15 @@ class ArrayReceive(Receive):
                 reader.looks = inbox.looks_at_once
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
-        if nbytes <= BOX_BYTES and take(inbox, reader, reader.number, self._result, head):
+        if nbytes <= BOX_BYTES and take(inbox, reader, self._result, head):
             # No call between these.
             inbox.box.sole = None
             inbox.box.receives = self.order = 0
             self._done = self._looked_at = True
             inbox.engine.credit -= 1
             return True
-        if not reader.has_one():  # what came before it by MPI is not here yet
-            return False
-        inbox.read(reader)
+        if reader.has_one():
+            inbox.read(reader)
         return inbox.box.sole is not self
 
     def _go_on(self, handle: Any, request: Request | None) -> None:

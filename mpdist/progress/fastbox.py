@@ -147,6 +147,8 @@ class Fastboxes:
 
     def opens(self, dst: int) -> bool:
         """A small array is about to go by MPI: whether the box to this member has been opened for it instead."""
+        if self._is_ended:
+            return False
         box = self._boxes.get(dst) or self._boxes.setdefault(dst, Fastbox())
         box.small += 1
         return box.small > box.after and self._open(dst, box)
@@ -155,7 +157,7 @@ class Fastboxes:
         channel = self._channel
         with channel.engine.lock:
             # Others post in the place of the channel in debug mode, and where data of devices are on their way.
-            if self._is_ended or dst in channel.opened or channel.isend is not channel.transport.isend:
+            if dst in channel.opened or channel.isend is not channel.transport.isend:
                 return False
             if box.block is None and not self._make(dst, box):
                 box.after = _NEVER
@@ -167,12 +169,19 @@ class Fastboxes:
             self._have_told()
             head = wire.pack_size(box.block.offset)
             telling = map(channel.isend, ([head, len(head), channel.byte],), (dst,), (wire.FASTBOX,))
-            # No call between these, after which a handler could raise. Opened first: another thread that posts by MPI
-            # meanwhile shuts it again.
-            box.number = box.began = box.number + EPOCH
-            box.limit = box.number + SLOTS
+            # No call between these, after which a handler could raise; another thread may go on while MPI is called. It
+            # finds the box open and full, posts by MPI, and shuts it.
+            if self._is_ended:
+                return False
+            box.number = box.began = box.limit = box.number + EPOCH
             channel.opened[dst] = box
-            self._told += telling
+            try:
+                self._told += telling
+            except BaseException:  # MPI's own
+                box.number = box.began = box.limit = box.number - EPOCH
+                self.shut(dst)
+                raise
+            box.limit = box.number + SLOTS
         channel.ring(dst)
         return True
 
@@ -206,8 +215,11 @@ class Fastboxes:
 
     def are_left(self) -> bool:
         """Whether their receivers will not look at them any more."""
-        boxes = [box for box in self._boxes.values() if box.block is not None]
-        return all(box.words[READ_AT] == GONE for box in boxes) and self._have_told()
+        return all(box.words[READ_AT] == GONE for box in self._known()) and self._have_told()
+
+    def _known(self) -> list[Fastbox]:
+        """Those of which their receivers know."""
+        return [box for box in list(self._boxes.values()) if box.began]
 
     def _have_told(self) -> bool:
         """Whether MPI is done with the messages that say so when a box opens."""
@@ -218,7 +230,8 @@ class Fastboxes:
         """Give their memory back, or leave it to those who may still look."""
         self.end()
         shared = self._channel.engine.shared
-        for box in self._boxes.values():
-            if shared is not None and box.block is not None and box.words[READ_AT] != GONE:
+        for box in self._known():
+            if shared is not None and box.words[READ_AT] != GONE:
+                assert box.block is not None
                 shared.kept.append(box.block)
         self._boxes.clear()

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from mpdist.progress.inbox import Inbox
     from mpdist.transport.neighbours import Neighbours
 
-NEVER, ONCE = range(0), range(1)
+ONCE = range(1)
 
 _SIZE_MASK = (1 << SIZE_BITS) - 1
 
 
 class FastboxReader:
-    """What its receiver knows of one.
+    """What its receiver knows of one. What is there is read under the Engine's lock.
 
     Attributes:
         src: whose it is.
@@ -51,21 +51,18 @@ class FastboxReader:
         return self.words[self.place[0]] == self.number
 
     def pass_on(self, inbox: Inbox) -> Incoming | None:
-        """Read the entry that is there; None if another thread has, or its sender could not fill it.
+        """Read the entry that is there; None if its sender could not fill it.
 
         From here on its message is in the inbox's hands, whatever handler comes.
         """
         if self.fence is not None:
             self.fence()
-        number = self.number
         _, head_at, start = self.place
         incoming = incoming_of(self.src, self.words[head_at], self.memory[start : start + BOX_BYTES])
         if self.fence is not None:
             self.fence()
-        if self.number != number:
-            return None
         # No call from here on.
-        self.words[READ_AT] = number
+        self.words[READ_AT] = number = self.number
         self.number = number = number + 1
         self.place = self.places[number & SLOTS - 1]
         inbox.unread = incoming

@@ -69,6 +69,7 @@ class Inbox:
         self.readers: deque[FastboxReader] = deque()
         self.unread: Incoming | None = None
         self._read_in_a_row = 0
+        self._is_mpis_turn = False
         self.looks = range(1 if self.engine.backoff.yields else LOOKS)
         self.looks_at_once = range(1 if self.engine.backoff.yields else LOOKS_AT_ONCE)
         self._head = bytearray()
@@ -203,7 +204,7 @@ class Inbox:
             taken += 1
             if taken == most or not self.box.receives:
                 break
-        return taken > 0
+        return taken > 0 or (self._is_mpis_turn and self._read_one())
 
     def poll_once(self) -> bool:
         """Take one message; False if there is none."""
@@ -235,10 +236,10 @@ class Inbox:
         """Give a message to the earliest receive that it fits; those before, which it matches, fail."""
         receive = None
         try:
-            if self.unread is incoming:
-                self.unread = None
-            else:
+            if incoming.result is None:
                 self.untaken = None
+            elif self.unread is incoming:
+                self.unread = None
             while True:  # a condition would be outside of `try`, see interruption.py
                 receive = self.box.match(incoming.src, incoming.tag)
                 if receive is None:
@@ -308,7 +309,9 @@ class Inbox:
         """A box with an entry, each in turn; None as well when so many were read that it is MPI's messages' turn."""
         if self._read_in_a_row >= POLL_MESSAGES:
             self._read_in_a_row = 0
+            self._is_mpis_turn = True
             return None
+        self._is_mpis_turn = False
         readers = self.readers
         for _ in range(len(readers)):
             reader = readers[0]

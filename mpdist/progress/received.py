@@ -11,24 +11,25 @@ from collections.abc import Generator
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from mpdist.progress import wire
+from mpdist.memory import BY_DTYPE
 from mpdist.progress.fastbox import BOX_BYTES, READ_AT, SIZE_BITS, SLOTS
 from mpdist.progress.fastbox_reader import ONCE, FastboxReader, incoming_of
 from mpdist.progress.interruption import is_interruption
-from mpdist.progress.message import Message
+from mpdist.progress.message import Incoming, Message
+from mpdist.progress.transfer import kept
+from mpdist.progress.wire import CODE_BITS
 from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from mpdist.memory import Element
     from mpdist.progress.inbox import Inbox
 
 # What puts so many bytes into an array: less than half of the time of a view of it.
 _WRITE = [Struct(f"{nbytes}s").pack_into for nbytes in range(BOX_BYTES + 1)]
-_TAG_SHIFT = SIZE_BITS + wire.CODE_BITS
+_TAG_SHIFT = SIZE_BITS + CODE_BITS
 # Of the head of an entry, what a receive of any tag compares.
-_ANY_TAG = ~(wire.MAX_TAG << _TAG_SHIFT)
+_ANY_TAG = (1 << _TAG_SHIFT) - 1
 
 
 class Received(Work[Message]):
@@ -43,11 +44,17 @@ class Received(Work[Message]):
         return self._result
         yield
 
+    def details(self) -> str:
+        return f"from {self._result.src}, tag {self._result.tag}"
 
-def receive_at_once(
-    inbox: Inbox, x: ndarray[Any, Any], element: Element, nbytes: int, src: int, tag: int
-) -> Received | None:
-    """Receive a small array from a member with a fastbox, if nothing else waits and it comes while this looks."""
+
+def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> Received | None:
+    """Receive a small array from a member with a fastbox, if nothing else waits and it comes while this looks.
+
+    Args:
+        x: where it cannot be received into, it is not.
+        tag: mailbox.ANY for any.
+    """
     reader = inbox.boxes[src]
     words = reader.words
     at = reader.place[0]
@@ -58,37 +65,62 @@ def receive_at_once(
     else:
         reader.looks = ONCE
         return None
-    box = inbox.box
-    engine = inbox.engine
-    if box.messages or box.receives or engine.credit <= 0 or reader.fence is not None:
+    element = BY_DTYPE.get(x.dtype)
+    nbytes = x.nbytes
+    if element is None or nbytes > BOX_BYTES or not x.flags.carray:
         return None
     work = Received()
     work._channel = inbox.channel
     work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
-    if not take(inbox, reader, number, message, element.code << SIZE_BITS | nbytes):
+    box = inbox.box
+    engine = inbox.engine
+    is_met = False
+    try:
+        with engine.lock:
+            if not (box.messages or box.receives or engine.credit <= 0) and reader.has_one():
+                is_met = take(inbox, reader, message, element.code << SIZE_BITS | nbytes)
+    except BaseException:  # of a signal's handler, when the lock was given back
+        if is_met:
+            _give_back(inbox, message)
+        raise
+    if not is_met:
         return None
-    engine.credit -= 1  # no call from here on
+    engine.credit -= 1
     return work
 
 
-def take(inbox: Inbox, reader: FastboxReader, number: int, message: Message, head: int) -> bool:
-    """Let the entry of this number be the message, whose array gets it; False if it is not what is wanted.
+def _give_back(inbox: Inbox, message: Message) -> None:
+    """Nobody has got it: the next receive does."""
+    assert message.element is not None
+    incoming = Incoming(None, message.src, message.tag, message.element.code, message.nbytes)
+    incoming.result = kept(message)
+    with inbox.engine.lock:
+        inbox.deliver(incoming)
+
+
+def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
+    """Let the entry that is there be the message, whose array gets it; False if it is not what is wanted.
+
+    Under the Engine's lock.
 
     Args:
         message: what is wanted; in the place of any source and any tag come those of the entry.
         head: of what is wanted, without its tag.
     """
+    if reader.fence is not None:
+        reader.fence()
     words = reader.words
-    number_at, head_at, start = reader.place
+    _, head_at, start = reader.place
     found = words[head_at]
     tag = message.tag
-    is_wanted = found == head | tag << _TAG_SHIFT if tag >= 0 else not (found ^ head) & _ANY_TAG
-    if not is_wanted or words[number_at] != number or reader.number != number:
+    if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
     nbytes = message.nbytes
     data = reader.memory[start : start + nbytes]
-    # No call since it was looked at, nor in these: no other thread has read it, and it is read as a whole.
-    words[READ_AT] = number
+    if reader.fence is not None:
+        reader.fence()
+    # No call in these: it is read as a whole, whatever handler comes.
+    words[READ_AT] = number = reader.number
     reader.number = number = number + 1
     reader.place = reader.places[number & SLOTS - 1]
     if tag < 0:
@@ -99,8 +131,7 @@ def take(inbox: Inbox, reader: FastboxReader, number: int, message: Message, hea
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it
         incoming = incoming_of(reader.src, found, data)
         assert incoming is not None
-        with inbox.engine.lock:
-            inbox.deliver(incoming)
+        inbox.deliver(incoming)
         if is_interruption(error):
             raise
         return False

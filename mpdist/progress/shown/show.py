@@ -43,10 +43,14 @@ def show(channel: Channel, x: Buffer, dst: int, tag: int) -> Work[None] | None:
         ticket.tell_ready()
         ready = None
     request = Show(showing, x, dst, ready, block, ticket)
-    request.message = channel.isend(
-        [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
-    )
-    work = posted(channel, request, dst, tag, (x, head))
+    try:
+        request.message = channel.isend(
+            [head, len(head), channel.byte], dst, wire.wire_tag(tag, wire.ARRAY_SHOWN + x.element.code)
+        )
+        work = posted(channel, request, dst, tag, (x, head))
+    except BaseException:  # of a signal's handler
+        channel.fastboxes.shut(dst)
+        raise
     showing.refresh(REFRESH_SECONDS)
     return work
 

@@ -1,0 +1,702 @@
+"""Small arrays through shared memory: they arrive, keep their order beside MPI's messages, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count as counting
+from typing import Any
+
+import numpy as np
+import pytest
+from comm.arrays import assert_values, libraries, numbers
+from comm.meeting import met
+from progress.interruptions import Interrupted, Interruptions, raising
+
+import mpdist
+from mpdist import ANY_SOURCE, ANY_TAG, Communicator
+from mpdist.memory import as_buffer
+from mpdist.progress import wire
+from mpdist.progress.fastbox import BOX_BYTES, OPENS_AFTER, OPENS_AFTER_AT_MOST, SLOTS, Fastbox
+from mpdist.progress.inbox import POLL_MESSAGES
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+def after(comm: Communicator) -> int:
+    return (comm.rank + 1) % comm.size
+
+
+def before(comm: Communicator) -> int:
+    return (comm.rank - 1) % comm.size
+
+
+async def open_box(comm: Communicator) -> None:
+    """Send to the next rank until the box is open; each rank has one from the rank before."""
+    for number in range(OPENS_AFTER + 1):
+        sent = comm.send(np.array([number]), after(comm))
+        assert (await comm.recv(src=before(comm))).data[0] == number
+        await sent
+    await met(comm)
+    assert after(comm) in comm._channel.opened
+    assert before(comm) in comm._channel.inbox.boxes
+
+
+def box_to(comm: Communicator, dst: int) -> Fastbox:
+    return comm._channel.fastboxes._boxes[dst]
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("fence", [False, True], ids=["", "fences"])
+async def test_small_arrays_of_every_library_type_and_size_arrive(comm: Communicator, fence: bool) -> None:
+    """With fences as on processors that do not order memory accesses."""
+    fences = []
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    before_it, shared.fence = shared.fence, (lambda: fences.append(1)) if fence else shared.fence
+    try:
+        await open_box(comm)
+    finally:
+        shared.fence = before_it
+    put = 0
+    for library in libraries():
+        for dtype in library.dtypes:
+            itemsize = as_buffer(library.make(numbers(1, dtype, 0), dtype)).nbytes
+            for count in (0, 1, 7, BOX_BYTES // itemsize):
+                for src, tag in (
+                    (before(comm), count),
+                    (ANY_SOURCE, count),
+                    (before(comm), ANY_TAG),
+                    (ANY_SOURCE, ANY_TAG),
+                ):
+                    case = f"{library} {dtype} x {count} from {src}, {tag}"
+                    x = library.make(numbers(count, dtype, comm.rank), dtype)
+                    out = library.make(numbers(count, dtype, 99), dtype)
+                    number = box_to(comm, after(comm)).number
+                    await comm.send(x, after(comm), count)
+                    put += box_to(comm, after(comm)).number - number
+                    message = await comm.recv(out, src, tag)
+                    assert message.data is out, case
+                    assert (message.src, message.tag, message.count) == (before(comm), count, count), case
+                    assert_values(library.read(out), numbers(count, dtype, before(comm)), case)
+    assert put > 100
+    assert fence == bool(fences)
+
+
+async def test_receives_without_an_array_get_one_of_their_own(comm: Communicator) -> None:
+    await open_box(comm)
+    kept = []
+    for number in range(3 * SLOTS):
+        await comm.send(np.array([number, comm.rank], np.int16), after(comm), number)
+        kept.append((await comm.recv(src=before(comm))).data)
+    assert [each.tolist() for each in kept] == [[number, before(comm)] for number in range(3 * SLOTS)]
+    assert all(each.flags.writeable and each.dtype == np.int16 for each in kept)
+
+
+async def test_shapes_do_not_matter(comm: Communicator) -> None:
+    await open_box(comm)
+    for x, out in (
+        (np.arange(6).reshape(2, 3), np.zeros((3, 2, 1), int)),
+        (np.array(5), np.array(0)),
+        (np.arange(6)[::-1].copy(), np.zeros(6, int)),
+        (np.zeros((2, 0)), np.ones((0, 7))),
+    ):
+        await comm.send(x, after(comm))
+        await comm.recv(out, before(comm))
+        assert_values(out.ravel(), x.ravel(), (x, out))
+
+
+async def test_a_sent_array_may_be_changed_at_once(comm: Communicator) -> None:
+    await open_box(comm)
+    x = np.zeros(3)
+    for number in range(10):
+        x[:] = number
+        assert comm.send(x, after(comm)).done()
+        x[:] = -1
+    for number in range(10):
+        assert (await comm.recv(src=before(comm))).data.tolist() == [number] * 3
+
+
+async def test_the_largest_of_them_and_one_byte_more(comm: Communicator) -> None:
+    await open_box(comm)
+    for nbytes in (BOX_BYTES, BOX_BYTES + 1):
+        box = box_to(comm, after(comm))
+        number = box.number
+        x = numbers(nbytes, "uint8", comm.rank)
+        await comm.send(x, after(comm))
+        assert (box.number > number) == (nbytes == BOX_BYTES)
+        out = np.zeros(nbytes + 50, np.uint8)
+        message = await comm.recv(out, before(comm))
+        assert message.count == nbytes
+        assert_values(out[:nbytes], numbers(nbytes, "uint8", before(comm)), nbytes)
+        assert not out[nbytes:].any()
+
+
+# ---------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_messages_keep_their_order_whichever_way_they_go(comm: Communicator, seed: int) -> None:
+    """Small and large ones, objects, bursts that fill the box, to every rank; received early, late, from any rank."""
+    common, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for turn in range(12):
+        sizes = [common.choice([1, 1, 1, 1, 20, 22, 23, 200, 5000, -1]) for _ in range(common.choice([1, 3, 10, 60]))]
+        way = common.choice(["early", "late", "any", "each"])
+        receives = []
+        if way == "early":
+            receives = [receive(comm, sizes[number], src, own) for src in others for number in range(len(sizes))]
+        works = []
+        for number, size in enumerate(sizes):
+            for dst in others:
+                if size < 0:
+                    works.append(comm.send_object((comm.rank, turn, number), dst))
+                else:
+                    works.append(comm.send(np.full(size, 1000 * turn + number, float), dst))
+                if own.random() < 0.1:
+                    await asyncio.sleep(0)
+        if way == "late":
+            await asyncio.sleep(0.002)
+        if way == "early":
+            got = [await each for each in receives]
+        elif way == "any" and min(sizes) > 0:
+            got = [await comm.recv(tag=0) for _ in range(len(others) * len(sizes))]
+        else:
+            got = [await receive(comm, size, src, own) for src in others for size in sizes]
+        for src in others:
+            come = [value_of(message, turn) for message in got if message.src == src]
+            assert come == list(range(len(sizes))), f"turn {turn}, {way}, from {src}, of {sizes}"
+        for work in works:
+            await work
+        await met(comm)
+    assert comm._channel.inbox.unclaimed() == []
+
+
+def receive(comm: Communicator, size: int, src: int, own: random.Random) -> Any:
+    if size < 0:
+        return comm.recv_object(src)
+    return comm.recv(own.choice([None, np.zeros(size), np.zeros(size + 3)]), src)
+
+
+def value_of(message: mpdist.Message, turn: int) -> int:
+    if isinstance(message.data, tuple):
+        assert message.data[1] == turn
+        return int(message.data[2])
+    return int(message.data[0]) - 1000 * turn
+
+
+def until_mpi_has_one(comm: Communicator) -> None:
+    while not comm._channel.transport.comm.Iprobe():
+        pass
+
+
+@pytest.mark.parametrize("is_any", [False, True])
+async def test_a_large_array_gets_the_small_message_that_was_sent_first(comm: Communicator, is_any: bool) -> None:
+    await open_box(comm)
+    await comm.send(np.array([1.0]), after(comm))
+    large = comm.send(np.full(1000, 2.0), after(comm))
+    until_mpi_has_one(comm)
+    x = np.zeros(1000)
+    for count in (1, 1000):
+        message = await comm.recv(x, ANY_SOURCE if is_any else before(comm), 0)
+        assert (message.count, message.src) == (count, before(comm))
+    await large
+
+
+async def test_what_fills_the_box_goes_by_mpi(comm: Communicator) -> None:
+    await open_box(comm)
+    wait_without_looking = comm._channel.transport.comm.Barrier
+    wait_without_looking()
+    for number in range(5 * SLOTS):
+        await comm.send(np.array([number]), after(comm))
+    assert after(comm) not in comm._channel.opened
+    wait_without_looking()
+    for number in range(5 * SLOTS):
+        assert (await comm.recv(src=before(comm), tag=0)).data[0] == number
+
+
+async def test_a_box_opens_again_when_small_arrays_follow_each_other(comm: Communicator) -> None:
+    """The more of them, the more often something else came in between."""
+    await open_box(comm)
+    needed = []
+    for _ in range(8):
+        large = comm.send(np.zeros(1000), after(comm))
+        await comm.recv(src=before(comm))
+        await large
+        assert after(comm) not in comm._channel.opened
+        sent = 0
+        while after(comm) not in comm._channel.opened:
+            await comm.send(np.array([sent]), after(comm))
+            assert (await comm.recv(src=before(comm))).data[0] == sent
+            sent += 1
+        needed.append(sent)
+    assert needed == sorted(needed)
+    assert needed[0] < needed[-1] <= OPENS_AFTER_AT_MOST + 2
+
+
+async def test_messages_of_ranks_that_send_without_end_do_not_keep_others_away(comm: Communicator) -> None:
+    """Two full boxes, or one and MPI's messages: from any rank means from each of them."""
+    if comm.rank:
+        for number in range(OPENS_AFTER + 1 + 10 * SLOTS):
+            await comm.send(np.array([number]), 0)
+        if comm.rank == comm.size - 1:
+            await comm.send(np.zeros(1000), 0)
+        await comm.recv(src=0)
+        return
+    last: dict[int, int] = {}
+    total = (comm.size - 1) * (OPENS_AFTER + 1 + 10 * SLOTS) + 1
+    for _ in range(total):
+        message = await comm.recv()
+        if message.count == 1:
+            assert message.data[0] == last.get(message.src, -1) + 1
+            last[message.src] = message.data[0]
+    for rank in range(1, comm.size):
+        await comm.send(b"", rank)
+
+
+@pytest.mark.ranks(2)
+def test_each_thread_that_sends_keeps_its_order(comm: Communicator) -> None:
+    """Three threads send small and large arrays to the same rank, where one receives for each."""
+    number_of, threads = 300, 3
+    if not comm._channel.engine.is_threaded:
+        pytest.skip("MPI may not be called from several threads")
+
+    def send(tag: int) -> None:
+        sizes = random.Random(tag)
+        for number in range(number_of):
+            comm.send(np.full(sizes.choice([1, 1, 1, 1, 1, 1, 1, 1, 500]), number), 1, tag).wait()
+
+    def receive(tag: int) -> None:
+        sizes = random.Random(tag)
+        for number in range(number_of):
+            size = sizes.choice([1, 1, 1, 1, 1, 1, 1, 1, 500])
+            got.append((tag, number, comm.recv(np.zeros(size, int), 0, tag).wait(30).data.tolist() == [number] * size))
+
+    got: list[tuple[int, int, bool]] = []
+    workers = [threading.Thread(target=receive if comm.rank else send, args=(tag,)) for tag in range(threads)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    if comm.rank:
+        assert len(got) == threads * number_of
+        assert all(is_right for _, _, is_right in got), [each for each in got if not each[2]][:3]
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_that_sends_while_another_one_opens_the_box_keeps_its_order(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI is called without Python's lock: here the other thread has all its turns in that call."""
+    channel = comm._channel
+    isend = channel.isend
+
+    def interleaved(spec: list[Any], dst: int, wire_tag: int) -> Any:
+        if wire_tag == wire.FASTBOX:
+            other = threading.Thread(target=send_both)
+            other.start()
+            other.join(1)  # it may have to wait for the Engine's lock
+        return isend(spec, dst, wire_tag)
+
+    def send_both() -> None:
+        works.append(comm.send(np.array([1]), 1, 5))
+        works.append(comm.send(np.full(50, 2), 1, 5))
+
+    if comm.rank == 0:
+        monkeypatch.setattr(channel, "isend", interleaved)
+        monkeypatch.setattr(channel.transport, "isend", interleaved)
+        works: list[mpdist.Work[None]] = []
+        while len(works) < 2:
+            comm.send(np.array([0]), 1).wait()
+        for work in works:
+            work.wait()
+        return
+    assert [comm.recv(src=0, tag=5).wait(20).data[0] for _ in range(2)] == [1, 2]
+    while comm._channel.inbox.box.messages:
+        comm.recv(src=0).wait(20)
+
+
+@pytest.mark.ranks(2)
+async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communicator) -> None:
+    """It reads an entry and has not delivered it yet, so the next one is not for whoever comes now."""
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.send(np.array([1]), 1)
+        await comm.send(np.array([2]), 1)
+        await comm.recv(src=1)
+        return
+    inbox, engine = comm._channel.inbox, comm._channel.engine
+    has_read = threading.Event()
+
+    def read() -> None:
+        reader = inbox.boxes[0]
+        with engine.lock:
+            while not reader.has_one():
+                pass
+            incoming = reader.pass_on(inbox)
+            assert incoming is not None
+            has_read.set()
+            time.sleep(0.05)
+            inbox.deliver(incoming)
+
+    other = threading.Thread(target=read)
+    other.start()
+    has_read.wait()
+    assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
+    other.join()
+    await comm.send(b"", 0)
+
+
+@pytest.mark.ranks(2)
+async def test_all_that_has_come_is_taken_in(comm: Communicator) -> None:
+    """Also where so many were read before that it was the turn of MPI's messages."""
+    await open_box(comm)
+    for before_it in range(POLL_MESSAGES + 2):
+        for _ in range(before_it):
+            await comm.send(np.array([0]), after(comm))
+            await comm.recv(src=before(comm))
+        await met(comm)
+        for _ in range(SLOTS):
+            await comm.send(np.array([1]), after(comm))
+        comm._channel.transport.comm.Barrier()
+        assert comm._channel.inbox.take_in() == SLOTS
+        comm._channel.transport.comm.Barrier()
+        for _ in range(SLOTS):
+            await comm.recv(src=before(comm))
+
+
+# ---------------------------------------------------------------------- what does not fit, and what is given up
+
+
+async def test_a_message_that_does_not_fit_stays_queued(comm: Communicator) -> None:
+    await open_box(comm)
+    await comm.send(np.arange(3), after(comm), 1)
+    await comm.send(np.arange(4.0), after(comm), 2)
+    await met(comm)
+    with pytest.raises(mpdist.MessageTruncated, match="int64 x 3 from rank"):
+        await comm.recv(np.zeros(2, int), before(comm), 1)
+    with pytest.raises(mpdist.UnsupportedBuffer, match="int64 x 3 from rank"):
+        await comm.recv(np.zeros(3), before(comm), 1)
+    with pytest.raises(mpdist.UnsupportedBuffer, match="a receive of an object"):
+        await comm.recv_object(before(comm), 1)
+    out = np.full(5, -1)
+    assert (await comm.recv(out, before(comm), 1)).count == 3
+    assert out.tolist() == [0, 1, 2, -1, -1]
+    assert (await comm.recv(src=before(comm))).data.tolist() == [0, 1, 2, 3]
+
+
+async def test_an_array_that_cannot_be_sent_leaves_no_trace(comm: Communicator) -> None:
+    await open_box(comm)
+    for bad in (np.arange(8)[::2], np.arange(8, dtype=">i4"), np.array([None])):
+        with pytest.raises(mpdist.UnsupportedBuffer, match="send on"):
+            comm.send(bad, after(comm))
+    with pytest.raises(mpdist.UsageError):
+        comm.send(np.arange(3), after(comm), -1)
+    await comm.send(np.arange(3), after(comm))
+    assert (await comm.recv(src=before(comm))).data.tolist() == [0, 1, 2]
+    assert comm._channel.inbox.unclaimed() == []
+
+
+async def test_a_probe_an_iterator_and_a_cancelled_receive(comm: Communicator) -> None:
+    await open_box(comm)
+    await comm.send(np.arange(3), after(comm), 7)
+    probed = await comm.probe(before(comm))
+    assert (probed.src, probed.tag, probed.count, probed.nbytes) == (before(comm), 7, 3, 24)
+    assert (await probed.recv(np.zeros(3, int))).data.tolist() == [0, 1, 2]
+
+    cancelled = comm.recv(np.zeros(1, int), before(comm), 0)
+    assert cancelled.cancel()
+    waiting = comm.recv(src=before(comm), tag=0)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(waiting, 0.01)
+    await met(comm)
+    for number in range(4):
+        await comm.send(np.array([number]), after(comm))
+    got = [int((await comm.recv(src=before(comm), tag=0)).data[0])]
+    async for message in comm.messages(before(comm), 0):
+        got.append(int(message.data[0]))
+        if len(got) == 4:
+            break
+    assert got == [0, 1, 2, 3]
+
+
+async def test_a_receive_that_was_met_at_once_is_a_work_like_others(comm: Communicator) -> None:
+    await open_box(comm)
+    calls = []
+    for way in ("await", "twice", "result", "callback", "within", "gather", "sendrecv"):
+        await comm.send(np.array([comm.rank]), after(comm))
+        await met(comm)
+        comm._channel.engine.credit = 64
+        work = comm.recv(np.zeros(1, int), before(comm), 0) if way != "sendrecv" else None
+        if way == "sendrecv":
+            assert (await comm.sendrecv(np.zeros(3), after(comm), np.zeros(1, int), before(comm), 0)).count == 1
+            await comm.recv(np.zeros(3), before(comm))
+            continue
+        assert work is not None
+        assert work.done()
+        assert not work.cancel()
+        assert not work.cancelled()
+        assert work.exception() is None
+        if way == "callback":
+            work.add_done_callback(lambda work: calls.append(work.result().data[0]))
+            await asyncio.sleep(0)
+            assert calls == [before(comm)]
+        elif way == "within":
+            assert (await work.within(5)).data[0] == before(comm)
+        elif way == "gather":
+            [message] = await asyncio.gather(work)
+            assert message.src == before(comm)
+        elif way == "result":
+            assert work.result().data[0] == before(comm)
+        else:
+            assert (await work).data[0] == before(comm)
+            assert (await work) is work.result()
+        assert "recv" in work.describe()
+
+
+def test_it_can_be_waited_for_without_a_loop(comm: Communicator) -> None:
+    for number in range(100):
+        sent = comm.send(np.array([number]), after(comm))
+        assert comm.recv(np.zeros(1, int), before(comm)).wait(20).data[0] == number
+        sent.wait()
+
+
+async def test_sleepers_are_woken(comm: Communicator) -> None:
+    """A rank that has waited for long looks seldom by itself; whoever puts something into a box rings."""
+    await open_box(comm)
+    for _ in range(3):
+        await met(comm)
+        if comm.rank == 0:
+            await asyncio.sleep(0.3)
+            await comm.send(np.array([1]), 1)
+            continue
+        if comm.rank == 1:
+            await comm.recv(np.zeros(1, int), 0, 0)
+            assert not comm._channel.engine.doorbell.flags[comm._channel.world_ranks[1]]
+
+
+# ---------------------------------------------------------------------- end
+
+
+async def test_closing_gives_the_memory_back_and_lists_what_nobody_received(comm: Communicator) -> None:
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    used = []
+    for turn in range(12):
+        async with comm.dup() as other:
+            await open_box(other)
+            await other.send(np.arange(3), after(other), 5)
+            if turn % 2:
+                await other.recv(src=before(other), tag=5)
+            channel = other._channel
+        assert len(channel.inbox.unclaimed()) == (turn + 1) % 2
+        assert not channel.inbox.boxes
+        assert not channel.opened
+        used.append(shared.arena.used_bytes)
+    assert used[-1] == used[3], used
+
+
+async def test_nothing_is_sent_on_a_closed_communicator(comm: Communicator) -> None:
+    other = await comm.dup()
+    await open_box(other)
+    await other.close()
+    with pytest.raises(mpdist.ClosedError, match="send on"):
+        other.send(np.zeros(1), after(other))
+    with pytest.raises(mpdist.ClosedError, match="recv on"):
+        other.recv(np.zeros(1), before(other))
+
+
+async def test_nothing_is_sent_on_one_that_was_given_up(comm: Communicator) -> None:
+    other = await comm.dup()
+    await open_box(other)
+    other._channel.give_up("for a test")
+    number = box_to(other, after(other)).number
+    with pytest.raises(mpdist.ClosedError, match="for a test"):
+        other.send(np.zeros(1), after(other))
+    with pytest.raises(mpdist.ClosedError, match="for a test"):
+        other.recv(np.zeros(1), before(other))
+    assert box_to(other, after(other)).number == number
+    await other.close()
+
+
+def test_a_forked_child_puts_nothing_into_the_box(comm: Communicator) -> None:
+    asyncio.run(open_box(comm))
+    child = os.fork()
+    if not child:
+        try:
+            comm.send(np.array([66]), after(comm))
+        except mpdist.ClosedError:
+            os._exit(3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    comm.send(np.array([1]), after(comm)).wait()
+    assert comm.recv(src=before(comm)).wait(20).data[0] == 1
+
+
+def test_a_forked_child_is_refused_whatever_thread_had_the_lock(comm: Communicator) -> None:
+    """Its copy of a lock that another thread had is never given back."""
+    has_lock, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with comm._channel.engine.lock:
+            has_lock.set()
+            may_go_on.wait()
+
+    asyncio.run(met(comm))
+    other = threading.Thread(target=hold)
+    other.start()
+    has_lock.wait()
+    child = os.fork()
+    if not child:
+        refused = 0
+        try:
+            for _ in range(OPENS_AFTER + 2):
+                try:
+                    comm.send(np.array([66]), after(comm))
+                except mpdist.ClosedError:
+                    refused += 1
+        finally:
+            os._exit(refused)
+    may_go_on.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == OPENS_AFTER + 2
+
+
+async def test_ranks_of_other_nodes_have_none(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    monkeypatch.setattr(type(shared), "has", lambda *_: False)
+    for number in range(20):
+        await comm.send(np.array([number]), after(comm))
+        assert (await comm.recv(np.zeros(1, int), before(comm))).data[0] == number
+    assert not comm._channel.opened
+
+
+async def test_a_full_arena_leaves_all_to_mpi(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    monkeypatch.setattr(shared.arena, "allocate", lambda *_: None)
+    for number in range(20):
+        await comm.send(np.array([number]), after(comm))
+        assert (await comm.recv(np.zeros(1, int), before(comm))).data[0] == number
+    assert not comm._channel.opened
+
+
+# ---------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture
+def _handler() -> Iterator[None]:
+    with raising():
+        yield
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_handler")
+async def test_no_message_is_lost_wherever_its_sending_is_interrupted(comm: Communicator) -> None:
+    """It goes or not, as a whole; those before and after it do, in their order, also where boxes open and are shut.
+
+    Each time on a communicator of its own, which comes to its end: who was interrupted sends no more small arrays.
+    """
+    for number in counting():
+        async with await comm.dup() as other:
+            if comm.rank == 0:
+                interruptions = Interruptions(number, "progress", ("fastbox", "sending"))
+                try:
+                    with interruptions:
+                        for part in range(OPENS_AFTER + 2):
+                            await other.send(np.array([part]), 1)
+                        await other.send(np.zeros(500, int), 1)
+                except Interrupted:
+                    pass
+                await other.send(np.full(500, 77), 1)
+                await comm.send_object(interruptions.left < 0, 1)
+                is_interrupted = interruptions.left < 0
+            else:
+                got: list[int] = []
+                while not got or got[-1] != 77:
+                    got.append(int((await other.recv(src=0).within(10)).data[0]))
+                whole = [*range(OPENS_AFTER + 2), 0, 77]
+                assert got in ([*whole[: len(got) - 1], 77], [*whole[:-1], 77]), f"interrupted at place {number}"
+                is_interrupted = (await comm.recv_object(0)).data
+                assert is_interrupted or got == whole
+        if not is_interrupted:
+            break
+    assert number > 30
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_handler")
+async def test_no_message_is_lost_wherever_one_is_interrupted_that_mpi_has_brought(comm: Communicator) -> None:
+    """What was put into the box before it comes first."""
+    files = ("array_receive", "fastbox_reader", "inbox", "mailbox", "message", "receive", "received", "transfer")
+    for number in counting(1):  # before that its await has not begun
+        async with await comm.dup() as other:
+            await open_box(other)
+            if comm.rank == 0:
+                await other.send(np.array([1]), 1, 1)
+                await other.send(np.array([2]), 1, 1)
+                large = other.send(np.full(1000, 3), 1, 1)
+                is_interrupted = (await comm.recv_object(1)).data
+                await large
+            else:
+                until_mpi_has_one(other)
+                interruptions = Interruptions(number, "progress", files)
+                got = []
+                x = np.zeros(1000, int)
+                work = other.recv(x, 0, 1)
+                try:
+                    with interruptions:
+                        message = await work
+                    got.append(int(message.data[0]))
+                except Interrupted:
+                    pass
+                while len(got) < 3:
+                    got.append(int((await other.recv(src=0, tag=1).within(10)).data[0]))
+                assert got == [1, 2, 3], f"interrupted at place {number}"
+                is_interrupted = interruptions.left < 0
+                await comm.send_object(is_interrupted, 0)
+        if not is_interrupted:
+            break
+    assert number > 10
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_handler")
+async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_at_once(comm: Communicator) -> None:
+    await open_box(comm)
+    files = ("received", "fastbox_reader", "message", "inbox", "mailbox")
+    for number in counting():
+        if comm.rank == 0:
+            await comm.send(np.array([2 * number]), 1)
+            await comm.send(np.array([2 * number + 1]), 1)
+            if not (await comm.recv(src=1)).data[0]:
+                break
+            continue
+        reader = comm._channel.inbox.boxes[0]
+        while not reader.has_one():
+            pass
+        comm._channel.engine.credit = 64
+        interruptions = Interruptions(number, "progress", files)
+        got = []
+        try:
+            with interruptions:
+                work = comm.recv(np.zeros(1, int), 0)
+            got.append(int((await work).data[0]))
+        except Interrupted:
+            pass
+        while len(got) < 2:
+            got.append(int((await comm.recv(src=0).within(10)).data[0]))
+        assert got == [2 * number, 2 * number + 1], f"interrupted at place {number}"
+        assert comm._channel.inbox.unclaimed() == []
+        await comm.send(np.array([int(interruptions.left < 0)]), 0)
+        if interruptions.left >= 0:
+            break
+    assert number > 4
