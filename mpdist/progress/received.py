@@ -55,6 +55,17 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
         x: where it cannot be received into, it is not.
         tag: mailbox.ANY for any.
     """
+    element = BY_DTYPE.get(x.dtype)
+    nbytes = x.nbytes
+    if element is None or nbytes > BOX_BYTES or not x.flags.carray:
+        return None
+    # Made while the message is still under way.
+    work = Received()
+    work._channel = inbox.channel
+    work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
+    head = element.code << SIZE_BITS | nbytes
+    box = inbox.box
+    engine = inbox.engine
     reader = inbox.boxes[src]
     words = reader.words
     at = reader.place[0]
@@ -65,20 +76,11 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     else:
         reader.looks = ONCE
         return None
-    element = BY_DTYPE.get(x.dtype)
-    nbytes = x.nbytes
-    if element is None or nbytes > BOX_BYTES or not x.flags.carray:
-        return None
-    work = Received()
-    work._channel = inbox.channel
-    work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
-    box = inbox.box
-    engine = inbox.engine
     is_met = False
     try:
         with engine.lock:
-            if not (box.messages or box.receives or engine.credit <= 0) and reader.has_one():
-                is_met = take(inbox, reader, message, element.code << SIZE_BITS | nbytes)
+            if reader.number == number and not (box.messages or box.receives) and engine.credit > 0:
+                is_met = take(inbox, reader, message, head)
     except BaseException:  # of a signal's handler, when the lock was given back
         if is_met:
             _give_back(inbox, message)
