@@ -114,7 +114,7 @@ class ArrayReceive(Receive):
             between = 0
             if nbytes > BOX_BYTES:
                 between = PROBES_BETWEEN
-            elif inbox.readers and self._meet_small(inbox):
+            elif inbox.readers and not engine.active and self._meet_small(inbox):
                 return
             for handle in inbox.probed_for:
                 if handle is None:

@@ -57,7 +57,9 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     """
     element = BY_DTYPE.get(x.dtype)
     nbytes = x.nbytes
-    if element is None or nbytes > BOX_BYTES or not x.flags.carray:
+    engine = inbox.engine
+    # What is pending goes on only where MPI is called, as waiting for a message does.
+    if element is None or nbytes > BOX_BYTES or not x.flags.carray or engine.active:
         return None
     # Made while the message is still under way.
     work = Received()
@@ -65,7 +67,6 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
     head = element.code << SIZE_BITS | nbytes
     box = inbox.box
-    engine = inbox.engine
     reader = inbox.boxes[src]
     words = reader.words
     at = reader.place[0]

@@ -353,6 +353,36 @@ async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communi
 
 
 @pytest.mark.ranks(2)
+async def test_mpi_is_called_as_often_as_messages_come_while_it_has_something_to_do(comm: Communicator) -> None:
+    """It moves large data only within calls, and a ping-pong of small arrays would not make any."""
+    other = await comm.dup()
+    await open_box(comm)
+    peer, inbox = 1 - comm.rank, comm._channel.inbox
+    probes = without = 0
+
+    def counted(probed_for: Iterator[Any]) -> Iterator[Any]:
+        nonlocal probes
+        for handle in probed_for:
+            probes += 1
+            yield handle
+
+    inbox.probed_for = counted(inbox.probed_for)
+    large = other.send(np.zeros(200_000), peer)
+    for number in range(100):
+        sent = comm.send(np.array([number]), peer, 4)
+        while not inbox.boxes[peer].has_one():
+            pass
+        before_it = probes
+        await comm.recv(np.zeros(1, int), peer, 4)
+        without += probes == before_it
+        await sent
+    assert without <= 10  # those for which the event loop had a turn, in which all that is pending is looked at
+    await other.recv(src=peer)
+    await large
+    await other.close()
+
+
+@pytest.mark.ranks(2)
 async def test_all_that_has_come_is_taken_in(comm: Communicator) -> None:
     """Also where so many were read before that it was the turn of MPI's messages."""
     await open_box(comm)
