@@ -425,6 +425,7 @@ class Channel:
         self.at_once = None
         self.broken = why
         self.isend = self._refuse_to_send
+        self.opened = {}
         self.fastboxes.end()
         self.inbox.close()
 

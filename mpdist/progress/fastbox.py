@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpdist.progress import wire
-from mpdist.progress.send import Sent, SentAndTurn
+from mpdist.progress.send import Sent, SentAndTurn, pending
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -53,6 +53,9 @@ GONE = -1
 OPENS_AFTER = 3
 OPENS_AFTER_AT_MOST = 64
 _NEVER = 1 << 62
+
+# Of a box whose memory was given back: full for ever.
+_GONE_WORDS = memoryview((GONE).to_bytes(8, "little", signed=True) * (BLOCK_BYTES // 8)).cast("q")
 
 
 def places(offset: int) -> list[tuple[int, int, int]]:
@@ -125,6 +128,8 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int) -> S
     finally:
         if not is_there:
             words[head_at] = NOTHING
+            if box.fence is not None:
+                box.fence()
         words[number_at] = number
     engine = channel.engine
     if channel.flags[box.peer]:
@@ -142,7 +147,7 @@ class Fastboxes:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._boxes: dict[int, Fastbox] = {}
-        self._told: list[Request] = []
+        self._told: list[Request] = []  # that a box opens, until somebody owns the request
         self._is_ended = False
 
     def opens(self, dst: int) -> bool:
@@ -156,7 +161,7 @@ class Fastboxes:
     def _open(self, dst: int, box: Fastbox) -> bool:
         channel = self._channel
         with channel.engine.lock:
-            # Others post in the place of the channel in debug mode, and where data of devices are on their way.
+            # In debug mode another one posts what it sends.
             if dst in channel.opened or channel.isend is not channel.transport.isend:
                 return False
             if box.block is None and not self._make(dst, box):
@@ -164,14 +169,14 @@ class Fastboxes:
                 return False
             box.small = 0
             assert box.block is not None
+            number = box.number
             if not box.is_read():
                 return False
-            self._have_told()
             head = wire.pack_size(box.block.offset)
             telling = map(channel.isend, ([head, len(head), channel.byte],), (dst,), (wire.FASTBOX,))
             # No call between these, after which a handler could raise; another thread may go on while MPI is called. It
             # finds the box open and full, posts by MPI, and shuts it.
-            if self._is_ended:
+            if self._is_ended or box.number != number:
                 return False
             box.number = box.began = box.limit = box.number + EPOCH
             channel.opened[dst] = box
@@ -182,8 +187,16 @@ class Fastboxes:
                 self.shut(dst)
                 raise
             box.limit = box.number + SLOTS
+            self._hand_over(dst, head)
         channel.ring(dst)
         return True
+
+    def _hand_over(self, dst: int, head: bytes) -> None:
+        """Let the Engine look at what MPI has not sent yet."""
+        while self._told:
+            if not self._told[-1].Test():
+                pending(self._channel, self._told[-1], dst, 0, head)._abandon()
+            self._told.pop()
 
     def _make(self, dst: int, box: Fastbox) -> bool:
         channel, shared = self._channel, self._channel.engine.shared
@@ -215,16 +228,11 @@ class Fastboxes:
 
     def are_left(self) -> bool:
         """Whether their receivers will not look at them any more."""
-        return all(box.words[READ_AT] == GONE for box in self._known()) and self._have_told()
+        return all(box.words[READ_AT] == GONE for box in self._known())
 
     def _known(self) -> list[Fastbox]:
         """Those of which their receivers know."""
         return [box for box in list(self._boxes.values()) if box.began]
-
-    def _have_told(self) -> bool:
-        """Whether MPI is done with the messages that say so when a box opens."""
-        self._told = [request for request in self._told if not request.Test()]
-        return not self._told
 
     def close(self) -> None:
         """Give their memory back, or leave it to those who may still look."""
@@ -234,4 +242,7 @@ class Fastboxes:
             if shared is not None and box.words[READ_AT] != GONE:
                 assert box.block is not None
                 shared.kept.append(box.block)
+            # No call between these: another thread may be about to put something there, and finds it full.
+            box.limit = 0
+            box.words = _GONE_WORDS
         self._boxes.clear()

@@ -51,18 +51,21 @@ class FastboxReader:
         return self.words[self.place[0]] == self.number
 
     def pass_on(self, inbox: Inbox) -> Incoming | None:
-        """Read the entry that is there; None if its sender could not fill it.
+        """Read the entry that is there; None if its sender could not fill it, or a signal's handler has received it.
 
         From here on its message is in the inbox's hands, whatever handler comes.
         """
+        number = self.number
         if self.fence is not None:
             self.fence()
         _, head_at, start = self.place
         incoming = incoming_of(self.src, self.words[head_at], self.memory[start : start + BOX_BYTES])
         if self.fence is not None:
             self.fence()
+        if self.number != number:
+            return None
         # No call from here on.
-        self.words[READ_AT] = number = self.number
+        self.words[READ_AT] = number
         self.number = number = number + 1
         self.place = self.places[number & SLOTS - 1]
         inbox.unread = incoming

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.memory import BY_DTYPE
 from mpdist.progress.fastbox import BOX_BYTES, READ_AT, SIZE_BITS, SLOTS
-from mpdist.progress.fastbox_reader import ONCE, FastboxReader, incoming_of
+from mpdist.progress.fastbox_reader import NO_READER, ONCE, FastboxReader, incoming_of
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.transfer import kept
+from mpdist.progress.unbegun import Wrapped
 from mpdist.progress.wire import CODE_BITS
-from mpdist.progress.work import Work
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -32,17 +32,33 @@ _TAG_SHIFT = SIZE_BITS + CODE_BITS
 _ANY_TAG = (1 << _TAG_SHIFT) - 1
 
 
-class Received(Work[Message]):
-    """One that was done when it was posted; who makes it sets the attributes."""
+class Received(Wrapped[Message]):
+    """One that was done when it was posted; who makes it sets the attributes.
 
-    __slots__ = ("_channel", "_result")
+    Attributes:
+        order: the place of its message in the mailbox, should nobody come for it.
+    """
 
+    __slots__ = ("_channel", "_looked_at", "_result", "order")
+
+    order: int
     op = "recv"
-    _done = _looked_at = True
+    _done = True
 
     def __await__(self) -> Generator[Any, None, Message]:
+        self._looked_at = True
+        if self._error is not None:
+            raise self._seen_error()
         return self._result
         yield
+
+    def _abandon(self) -> None:
+        """The task that was to await it was cancelled before: the next receive gets the message."""
+        with self._channel.engine.lock:
+            if not (self._looked_at or self._cancelled):
+                give_back(self._channel.inbox, self._result, self.order)
+                self._withdraw()
+        self._channel.hand_out()
 
     def details(self) -> str:
         return f"from {self._result.src}, tag {self._result.tag}"
@@ -64,10 +80,11 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     # Made while the message is still under way.
     work = Received()
     work._channel = inbox.channel
+    work._looked_at = False
     work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
     head = element.code << SIZE_BITS | nbytes
     box = inbox.box
-    reader = inbox.boxes[src]
+    reader = inbox.boxes.get(src, NO_READER)  # another thread may have found that it was closed
     words = reader.words
     at = reader.place[0]
     number = reader.number
@@ -81,10 +98,11 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     try:
         with engine.lock:
             if reader.number == number and not (box.messages or box.receives) and engine.credit > 0:
+                work.order = box.next_order()
                 is_met = take(inbox, reader, message, head)
     except BaseException:  # of a signal's handler, when the lock was given back
         if is_met:
-            _give_back(inbox, message)
+            give_back(inbox, message, work.order)
         raise
     if not is_met:
         return None
@@ -92,13 +110,14 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     return work
 
 
-def _give_back(inbox: Inbox, message: Message) -> None:
-    """Nobody has got it: the next receive does."""
+def give_back(inbox: Inbox, message: Message, order: int) -> None:
+    """Nobody has got it: the next receive does, in the old order."""
     assert message.element is not None
     incoming = Incoming(None, message.src, message.tag, message.element.code, message.nbytes)
     incoming.result = kept(message)
+    incoming.order = -order
     with inbox.engine.lock:
-        inbox.deliver(incoming)
+        inbox.give_back(incoming)
 
 
 def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
@@ -110,6 +129,7 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
         message: what is wanted; in the place of any source and any tag come those of the entry.
         head: of what is wanted, without its tag.
     """
+    number = reader.number
     if reader.fence is not None:
         reader.fence()
     words = reader.words
@@ -122,8 +142,10 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     data = reader.memory[start : start + nbytes]
     if reader.fence is not None:
         reader.fence()
+    if reader.number != number:  # a signal's handler has received it
+        return False
     # No call in these: it is read as a whole, whatever handler comes.
-    words[READ_AT] = number = reader.number
+    words[READ_AT] = number
     reader.number = number = number + 1
     reader.place = reader.places[number & SLOTS - 1]
     if tag < 0:

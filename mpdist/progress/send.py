@@ -9,6 +9,7 @@ from mpdist.progress.backoff import TURN_CREDIT
 from mpdist.progress.work import Requested, Work
 
 if TYPE_CHECKING:
+    from mpdist.progress.channel import Channel
     from mpdist.transport.requests import Request
 
 _NOTHING: Iterator[Any] = iter(())  # exhausted: an await of it ends at once, with None
@@ -68,3 +69,27 @@ class SentAndTurn(Sent):
     def __await__(self) -> Generator[Any, None, None]:
         yield
         self._channel.engine.credit = TURN_CREDIT
+
+
+def pending(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Send:
+    """The Work of a message that MPI has, and that the Engine looks at from now on."""
+    engine = channel.engine
+    work = unlisted(channel, request, dst, tag, lease)
+    with engine.lock:  # another thread's driver may be looking at the end of the table
+        engine.active.append(work)
+    if not engine.ticking.is_on:
+        engine.ticking.ensure()
+    return work
+
+
+def unlisted(channel: Channel, request: Request | None, dst: int, tag: int, lease: object) -> Send:
+    """The same of one at which nobody looks."""
+    work = Send()
+    work._channel = channel
+    work._request = request
+    work._lease = lease
+    work.dst = dst
+    work.tag = tag
+    work._done = work._looked_at = False
+    work._error = work._callbacks = None
+    return work

@@ -17,7 +17,7 @@ from mpdist.progress.fastbox import BOX_BYTES, put
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
-from mpdist.progress.send import Send, Sent, SentAndTurn
+from mpdist.progress.send import Send, Sent, SentAndTurn, pending, unlisted
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
@@ -104,29 +104,7 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
         sent = Sent() if engine.credit > 0 else SentAndTurn()
         sent._channel = channel
         return sent
-    return _pending(channel, request, dst, tag, lease)
-
-
-def _pending(channel: Channel, request: Request, dst: int, tag: int, lease: object) -> Send:
-    engine = channel.engine
-    work = _unlisted(channel, request, dst, tag, lease)
-    with engine.lock:  # another thread's driver may be looking at the end of the table
-        engine.active.append(work)
-    if not engine.ticking.is_on:
-        engine.ticking.ensure()
-    return work
-
-
-def _unlisted(channel: Channel, request: Request | None, dst: int, tag: int, lease: object) -> Send:
-    work = Send()
-    work._channel = channel
-    work._request = request
-    work._lease = lease
-    work.dst = dst
-    work.tag = tag
-    work._done = work._looked_at = False
-    work._error = work._callbacks = None
-    return work
+    return pending(channel, request, dst, tag, lease)
 
 
 def keep(channel: Channel, request: Request | None, dst: int, tag: int, lease: object) -> None:
@@ -140,9 +118,9 @@ def keep(channel: Channel, request: Request | None, dst: int, tag: int, lease: o
     if dst in channel.opened:
         channel.fastboxes.shut(dst)
     if request is None:
-        engine.wrecks.append(_unlisted(channel, None, dst, tag, lease))
+        engine.wrecks.append(unlisted(channel, None, dst, tag, lease))
     elif not any(isinstance(work, Send) and work._request is request for work in list(engine.active)):
-        _pending(channel, request, dst, tag, lease)._abandon()
+        pending(channel, request, dst, tag, lease)._abandon()
 
 
 def _sent(channel: Channel) -> Sent:

@@ -21,8 +21,10 @@ import mpdist
 from mpdist import ANY_SOURCE, ANY_TAG, Communicator
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
-from mpdist.progress.fastbox import BOX_BYTES, OPENS_AFTER, OPENS_AFTER_AT_MOST, SLOTS, Fastbox
+from mpdist.progress.doorbell import ASLEEP
+from mpdist.progress.fastbox import BOX_BYTES, EPOCH, OPENS_AFTER, OPENS_AFTER_AT_MOST, SLOTS, Fastbox
 from mpdist.progress.inbox import POLL_MESSAGES
+from mpdist.progress.received import Received
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -79,9 +81,9 @@ async def test_small_arrays_of_every_library_type_and_size_arrive(comm: Communic
                     case = f"{library} {dtype} x {count} from {src}, {tag}"
                     x = library.make(numbers(count, dtype, comm.rank), dtype)
                     out = library.make(numbers(count, dtype, 99), dtype)
-                    number = box_to(comm, after(comm)).number
+                    number = box_to(comm, after(comm)).number & EPOCH - 1
                     await comm.send(x, after(comm), count)
-                    put += box_to(comm, after(comm)).number - number
+                    put += (box_to(comm, after(comm)).number & EPOCH - 1) - number
                     message = await comm.recv(out, src, tag)
                     assert message.data is out, case
                     assert (message.src, message.tag, message.count) == (before(comm), count, count), case
@@ -210,6 +212,34 @@ async def test_a_large_array_gets_the_small_message_that_was_sent_first(comm: Co
     await large
 
 
+@pytest.mark.ranks(3)
+async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None:
+    """Two full boxes and a message by MPI: none waits until another one's are all read."""
+    if comm.rank:
+        while 0 not in comm._channel.opened:
+            await comm.send(np.array([0]), 0, 1)
+        comm._channel.transport.comm.Barrier()
+        for _ in range(SLOTS - 1):
+            await comm.send(np.array([0]), 0)
+        large = comm.send(np.zeros(1000), 0) if comm.rank == 2 else None
+        comm._channel.transport.comm.Barrier()
+        if large is not None:
+            await large
+        return
+    while len(comm._channel.inbox.boxes) < 2 or any(reader.has_one() for reader in comm._channel.inbox.readers):
+        comm._channel.inbox.take_in()
+    comm._channel.transport.comm.Barrier()
+    comm._channel.transport.comm.Barrier()
+    got = []
+    while len(got) < 2 * SLOTS - 1:
+        message = await comm.recv(tag=0)
+        got.append((message.src, message.count))
+    assert [src for src, _ in got[:6]] in ([1, 2] * 3, [2, 1] * 3)
+    assert got.index((2, 1000)) > got.index((2, 1))
+    for _ in range(comm._channel.inbox.box.messages):
+        await comm.recv(tag=1)
+
+
 async def test_what_fills_the_box_goes_by_mpi(comm: Communicator) -> None:
     await open_box(comm)
     for number in range(5 * SLOTS):
@@ -239,8 +269,7 @@ async def test_a_box_opens_again_when_small_arrays_follow_each_other(comm: Commu
     assert needed[0] < needed[-1] <= OPENS_AFTER_AT_MOST + 2
 
 
-async def test_messages_of_ranks_that_send_without_end_do_not_keep_others_away(comm: Communicator) -> None:
-    """Two full boxes, or one and MPI's messages: from any rank means from each of them."""
+async def test_messages_of_several_ranks_that_send_much_all_come(comm: Communicator) -> None:
     if comm.rank:
         for number in range(OPENS_AFTER + 1 + 10 * SLOTS):
             await comm.send(np.array([number]), 0)
@@ -248,9 +277,9 @@ async def test_messages_of_ranks_that_send_without_end_do_not_keep_others_away(c
             await comm.send(np.zeros(1000), 0)
         await comm.recv(src=0)
         return
+    each = OPENS_AFTER + 1 + 10 * SLOTS
     last: dict[int, int] = {}
-    total = (comm.size - 1) * (OPENS_AFTER + 1 + 10 * SLOTS) + 1
-    for _ in range(total):
+    for _ in range((comm.size - 1) * each + 1):
         message = await comm.recv()
         if message.count == 1:
             assert message.data[0] == last.get(message.src, -1) + 1
@@ -455,19 +484,23 @@ async def test_a_probe_an_iterator_and_a_cancelled_receive(comm: Communicator) -
     assert got == [0, 1, 2, 3]
 
 
+async def met_at_once(comm: Communicator, value: int) -> mpdist.Work[mpdist.Message]:
+    """A receive of this, from the rank before, that was done when it was posted."""
+    await comm.send(np.array([value]), after(comm))
+    reader = comm._channel.inbox.boxes[before(comm)]
+    while not reader.has_one():
+        pass
+    comm._channel.engine.credit = 64
+    work = comm.recv(np.zeros(1, int), before(comm), 0)
+    assert isinstance(work, Received)
+    return work
+
+
 async def test_a_receive_that_was_met_at_once_is_a_work_like_others(comm: Communicator) -> None:
     await open_box(comm)
     calls = []
-    for way in ("await", "twice", "result", "callback", "within", "gather", "sendrecv"):
-        await comm.send(np.array([comm.rank]), after(comm))
-        await met(comm)
-        comm._channel.engine.credit = 64
-        work = comm.recv(np.zeros(1, int), before(comm), 0) if way != "sendrecv" else None
-        if way == "sendrecv":
-            assert (await comm.sendrecv(np.zeros(3), after(comm), np.zeros(1, int), before(comm), 0)).count == 1
-            await comm.recv(np.zeros(3), before(comm))
-            continue
-        assert work is not None
+    for way in ("await", "twice", "result", "callback", "within", "gather"):
+        work = await met_at_once(comm, 5)
         assert work.done()
         assert not work.cancel()
         assert not work.cancelled()
@@ -475,18 +508,41 @@ async def test_a_receive_that_was_met_at_once_is_a_work_like_others(comm: Commun
         if way == "callback":
             work.add_done_callback(lambda work: calls.append(work.result().data[0]))
             await asyncio.sleep(0)
-            assert calls == [before(comm)]
+            assert calls == [5]
         elif way == "within":
-            assert (await work.within(5)).data[0] == before(comm)
+            assert (await work.within(5)).data[0] == 5
         elif way == "gather":
             [message] = await asyncio.gather(work)
             assert message.src == before(comm)
         elif way == "result":
-            assert work.result().data[0] == before(comm)
+            assert work.result().data[0] == 5
         else:
-            assert (await work).data[0] == before(comm)
+            assert (await work).data[0] == 5
             assert (await work) is work.result()
-        assert "recv" in work.describe()
+        assert f"recv from {before(comm)}, tag 0" in work.describe()
+        comm._channel.transport.comm.Barrier()
+
+
+async def test_tasks_that_are_cancelled_before_they_begin_give_the_messages_back(comm: Communicator) -> None:
+    """In their old order, whoever goes first."""
+    await open_box(comm)
+    for last_first in (False, True):
+        works = [await met_at_once(comm, value) for value in range(3)]
+        tasks = [asyncio.ensure_future(work) for work in (reversed(works) if last_first else works)]
+        for task in tasks:
+            assert task.cancel()
+        await asyncio.wait(tasks)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert all(work.cancelled() for work in works)
+        with pytest.raises(asyncio.CancelledError):
+            await works[0]
+        await comm.send(np.array([3]), after(comm))
+        assert [(await comm.recv(np.zeros(1, int), before(comm), 0)).data[0] for _ in range(4)] == list(range(4))
+        comm._channel.transport.comm.Barrier()
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(await met_at_once(comm, 6), 0)
+    assert (await comm.recv(np.zeros(1, int), before(comm), 0)).data[0] == 6
 
 
 def test_it_can_be_waited_for_without_a_loop(comm: Communicator) -> None:
@@ -496,18 +552,24 @@ def test_it_can_be_waited_for_without_a_loop(comm: Communicator) -> None:
         sent.wait()
 
 
-async def test_sleepers_are_woken(comm: Communicator) -> None:
+async def test_sleepers_are_woken(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has waited for long looks seldom by itself; whoever puts something into a box rings."""
     await open_box(comm)
-    for _ in range(3):
-        await met(comm)
-        if comm.rank == 0:
-            await asyncio.sleep(0.3)
-            await comm.send(np.array([1]), 1)
-            continue
-        if comm.rank == 1:
-            await comm.recv(np.zeros(1, int), 0, 0)
-            assert not comm._channel.engine.doorbell.flags[comm._channel.world_ranks[1]]
+    doorbell = comm._channel.engine.doorbell
+    rung, ring = [], doorbell.ring
+    monkeypatch.setattr(doorbell, "ring", lambda rank: (rung.append(rank), ring(rank)))
+    if comm.rank == 1:
+        assert (await comm.recv(np.zeros(1, int), 0, 0)).data[0] == 1
+    elif comm.rank == 0:
+        peer = comm._channel.world_ranks[1]
+        flags = bytearray(doorbell.flags[:])
+        flags[peer] = ASLEEP
+        monkeypatch.setattr(comm._channel, "flags", flags)
+        box = box_to(comm, 1)
+        number = box.number
+        assert comm.send(np.array([1]), 1).done()
+        assert box.number == number + 1
+        assert peer in rung
 
 
 # ---------------------------------------------------------------------- end
