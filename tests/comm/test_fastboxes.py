@@ -616,6 +616,7 @@ async def test_nothing_is_sent_on_one_that_was_given_up(comm: Communicator) -> N
     await other.close()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # has several threads; the child ends at once
 def test_a_forked_child_puts_nothing_into_the_box(comm: Communicator) -> None:
     asyncio.run(open_box(comm))
     child = os.fork()
@@ -631,6 +632,7 @@ def test_a_forked_child_puts_nothing_into_the_box(comm: Communicator) -> None:
     assert comm.recv(src=before(comm)).wait(20).data[0] == 1
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # has several threads; the child ends at once
 def test_a_forked_child_is_refused_whatever_thread_had_the_lock(comm: Communicator) -> None:
     """Its copy of a lock that another thread had is never given back."""
     has_lock, may_go_on = threading.Event(), threading.Event()
