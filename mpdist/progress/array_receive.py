@@ -15,7 +15,6 @@ from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
 from mpdist.progress.fastbox import BOX_BYTES, SIZE_BITS
-from mpdist.progress.fastbox_reader import NO_READER
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
 from mpdist.progress.received import take
@@ -127,9 +126,8 @@ class ArrayReceive(Receive):
                 inbox.untaken = handle
                 wire_tag = words[tag_at]
                 source = words[source_at]
-                reader = inbox.boxes.get(source, NO_READER)
                 is_mine = wire_tag & mask == want and (source == src or src < 0) and words[nbytes_at] == nbytes
-                if is_mine and reader.words[reader.place[0]] != reader.number:  # nothing is there that came before it
+                if is_mine and not (inbox.boxes and inbox.comes_later(source)):
                     is_met = True
                     box.sole = None
                     box.receives = self.order = 0

@@ -321,6 +321,11 @@ class Inbox:
                 return reader
         return None
 
+    def comes_later(self, src: int) -> bool:
+        """Whether a member has put something into its box before what MPI has given out of it."""
+        reader = self.boxes.get(src)
+        return reader is not None and reader.has_one()
+
     def _read_one(self) -> bool:
         reader = self.next_reader()
         if reader is None:
