@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count as counting
 from typing import Any
 
@@ -485,19 +486,26 @@ async def test_a_probe_an_iterator_and_a_cancelled_receive(comm: Communicator) -
     assert got == [0, 1, 2, 3]
 
 
+@contextmanager
+def nothing_pending(comm: Communicator) -> Iterator[None]:
+    """A receive may be met at once, whatever tests before this one have left pending."""
+    engine = comm._channel.engine
+    engine.credit = 64
+    left, engine.active = engine.active, deque()
+    try:
+        yield
+    finally:
+        engine.active = left
+
+
 async def met_at_once(comm: Communicator, value: int) -> mpdist.Work[mpdist.Message]:
     """A receive of this, from the rank before, that was done when it was posted."""
     await comm.send(np.array([value]), after(comm))
     reader = comm._channel.inbox.boxes[before(comm)]
     while not reader.has_one():
         pass
-    engine = comm._channel.engine
-    engine.credit = 64
-    left, engine.active = engine.active, deque()  # what tests before this one have left pending
-    try:
+    with nothing_pending(comm):
         work = comm.recv(np.zeros(1, int), before(comm), 0)
-    finally:
-        engine.active = left
     assert isinstance(work, Received)
     return work
 
@@ -782,12 +790,12 @@ async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_
         reader = comm._channel.inbox.boxes[0]
         while not reader.has_one():
             pass
-        comm._channel.engine.credit = 64
         interruptions = Interruptions(number, "progress", files)
         got = []
         try:
-            with interruptions:
+            with nothing_pending(comm), interruptions:
                 work = comm.recv(np.zeros(1, int), 0)
+            assert isinstance(work, Received)
             got.append(int((await work).data[0]))
         except Interrupted:
             pass
