@@ -44,6 +44,20 @@ def is_backward_compiled() -> bool:
     return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
+def is_tracing_calls() -> bool:
+    """Whether Dynamo looks into what this thread calls."""
+    callback = getattr(_frames(), "get_eval_frame_callback", None)
+    return callback is not None and callback() is not None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of a module, and so of all in it, go to what torch.compile has made."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def _frames() -> Any:
     """What says, without Dynamo, which code it is to look into."""
     return getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)

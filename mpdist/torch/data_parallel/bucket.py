@@ -46,11 +46,15 @@ class Bucket:
         flat: the whole message: the gradients, then `tail` further elements.
         missing: gradients that are not there yet in this step.
         work: the reduction, once it has started.
+        scale: gradients are multiplied with it on their way here.
         op: by which this step reduces it.
         late: small gradients that are there, and go to their places when it starts.
         future: what a communication hook returned.
         started_at, done_at: `perf_counter()` of its message in this step.
     """
+
+    # `parameter.grad` is a place in here after backward, so one that is computed there need not be copied.
+    keeps_gradients = True
 
     @torch.enable_grad()  # a view made without is one that nobody may write with
     def __init__(self, slots: Sequence[Slot], starts: Sequence[int], flat: Tensor) -> None:
@@ -75,7 +79,7 @@ class Bucket:
         self.work: Work[Any] | None = None
         self.future: torch.futures.Future[Any] | None = None
         self.started_at = self.done_at = 0.0
-        self._scale = 1.0
+        self.scale = 1.0
         self.op: Any = "sum"
         self.late: list[Slot] = []
         self._index, self._is_last = 0, False
@@ -89,7 +93,7 @@ class Bucket:
         self.work = self.future = self._hooks_own = None
         self.started_at = self.done_at = 0.0
         self.late.clear()
-        self._scale = 1.0
+        self.scale = 1.0
         self.op = "sum"
         if is_hooked:  # the hook divides
             return
@@ -97,7 +101,7 @@ class Bucket:
         if self.dtype in HALF_TYPES or not self.flat.is_cpu:
             self.op = "avg" if divisor == size else premul_sum(1 / divisor)
         else:
-            self._scale = 1 / divisor
+            self.scale = 1 / divisor
 
     def _return_views(self) -> None:
         """`p.grad.data = ...`, which modules do when they are converted, takes a view to other memory."""
@@ -123,19 +127,30 @@ class Bucket:
         parameter, view = slot.parameter, cast(Tensor, slot.view)
         gradient = parameter.grad
         if gradient is view:  # autograd has added to it in its place
-            if self._scale != 1.0:
-                view.mul_(self._scale)
+            if self.scale != 1.0:
+                view.mul_(self.scale)
             return
         if gradient is None:
             self._enter_undefined(slot)
             return
         if gradient.layout is not torch.strided:
             raise _explained(slot)
-        if self._scale != 1.0:
-            torch.mul(gradient, self._scale, out=view)
+        if slot.is_placed and gradient.data_ptr() == view.data_ptr():
+            parameter.grad = view
+            return
+        if slot.is_placed and self.scale != 1.0:
+            self._enter_mixed(slot, gradient)
+        elif self.scale != 1.0:
+            torch.mul(gradient, self.scale, out=view)
         else:
             view.copy_(gradient)
         parameter.grad = view
+
+    def _enter_mixed(self, slot: Slot, gradient: Tensor) -> None:
+        """What is in its place already, multiplied with the scale, is part of the gradient, beside something else."""
+        slot.is_mixed = True
+        view = cast(Tensor, slot.view)
+        view.mul_(1 - self.scale).add_(gradient, alpha=self.scale)
 
     def enter_nothing(self, slot: Slot) -> None:
         """The parameter has no gradient on this rank."""
@@ -170,11 +185,11 @@ class Bucket:
                 self._enter_undefined(slot)
             self._enter_late()
             return
-        if self._scale != 1.0:
+        if self.scale != 1.0:
             if len(late) == len(self.slots):
-                self._gradients.mul_(self._scale)
+                self._gradients.mul_(self.scale)
             else:
-                torch._foreach_mul_(views, self._scale)
+                torch._foreach_mul_(views, self.scale)
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
         late.clear()

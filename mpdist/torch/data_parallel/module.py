@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +25,7 @@ from mpdist.torch.data_parallel.buffers import Buffers, has_buffers
 from mpdist.torch.data_parallel.ending import is_in_backward
 from mpdist.torch.data_parallel.groups import own_communicator, told
 from mpdist.torch.data_parallel.join import DataParallelHook, OwnJoin, Roll, authority
+from mpdist.torch.data_parallel.linear import Linears
 from mpdist.torch.data_parallel.own_gradients import PassingBucket
 from mpdist.torch.data_parallel.plan import sizes_of_buckets
 from mpdist.torch.data_parallel.reducer import Reducer
@@ -160,6 +161,7 @@ class DistributedDataParallel(TorchDataParallel):
         reducer = Reducer(self.comm, named, sparse_parameters(module), unused, bucket_bytes, bucket_type)
         reducer.find_stranger = partial(_stranger, module, {id(parameter) for _, parameter in named} | ignored)
         self.reducer = reducer
+        self._linears = Linears(module, reducer)
         weakref.finalize(self, _let_go, reducer, self.comm).atexit = False
 
     def _make_equal(self, named: list[tuple[str, torch.nn.Parameter]], buffers: list[tuple[str, torch.Tensor]]) -> None:
@@ -177,7 +179,7 @@ class DistributedDataParallel(TorchDataParallel):
         self._prepare(averages)
         if self.device_ids:
             inputs, kwargs = placing.brought(inputs, kwargs, self.device)
-        with self._inside_ddp_forward():
+        with self._inside_ddp_forward(), self._linears if averages else nullcontext():
             output = self.module(*inputs, **kwargs)
         self._expect(averages, output)
         return output

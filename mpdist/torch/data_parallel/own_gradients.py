@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class PassingBucket(Bucket):
     """A bucket that gradients only pass through."""
 
+    keeps_gradients = False
+
     def __init__(self, slots: Sequence[Slot], starts: Sequence[int], flat: Tensor) -> None:
         super().__init__(slots, starts, flat)
         self._own: list[Tensor] = []

@@ -228,6 +228,7 @@ class Reducer:
             self.streams.begin()
         for slot in self.slots:
             slot.fired = 0
+            slot.is_placed = False
         for bucket in self.buckets or ():
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
         if self.buckets is not None and self.unused.is_static:

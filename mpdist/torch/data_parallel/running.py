@@ -48,6 +48,11 @@ def end(reducer: Reducer) -> None:
     _tasks.pop(reducer, None)
 
 
+def task_of(reducer: Reducer) -> int | None:
+    """The graph task of its backward; None where none runs."""
+    return _tasks.get(reducer)
+
+
 def together(reducer: Reducer) -> list[Reducer]:
     """Those in one backward with it, in the order in which they were wrapped."""
     task = _tasks[reducer]

@@ -24,11 +24,14 @@ class Slot:
         fired: how often its hook ran in this backward.
         due: how often it runs until the gradient is complete.
         is_sparse: it has sparse gradients.
+        is_large: its gradient goes to its place as soon as it is there.
+        is_placed: in this backward a linear layer has computed its gradient in its place.
+        is_mixed: once something was added to one in its place, so none is put there any more.
         handle: of its hook; None where none is registered.
     """
 
-    __slots__ = ("_implementation", "bucket", "due", "fired", "handle", "index", "is_large", "is_sparse", "name",
-                 "parameter", "view")  # fmt: skip
+    __slots__ = ("_implementation", "bucket", "due", "fired", "handle", "index", "is_large", "is_mixed", "is_placed",
+                 "is_sparse", "name", "parameter", "view")  # fmt: skip
 
     def __init__(self, index: int, name: str, parameter: Parameter, is_sparse: bool) -> None:
         self.index = index
@@ -41,7 +44,7 @@ class Slot:
         self._implementation = 0
         self.fired = 0
         self.due = 1
-        self.is_large = False
+        self.is_large = self.is_placed = self.is_mixed = False
 
     def register(self, hook: Callable[[Tensor], None]) -> None:
         """Have it called when the gradient is complete."""
