@@ -26,3 +26,17 @@ def gloo(world: mpdist.Communicator) -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
         world.barrier().wait()
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def every_linear_layer_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small ones compute their weights' gradients in their places, as large ones do."""
+    monkeypatch.setattr("mpdist.torch.data_parallel.linear.PLACED_COUNT", 1)
+    monkeypatch.setattr("mpdist.torch.data_parallel.bucket.LARGE_COUNT", 1)
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(request: pytest.FixtureRequest) -> None:
+    """On 2 ranks all tests here take small layers for large ones; on other numbers of ranks they are as they are."""
+    if "comm" in request.fixturenames and request.getfixturevalue("comm").size == 2:
+        request.getfixturevalue("every_linear_layer_is_large")

@@ -78,6 +78,50 @@ def test_a_compiled_step_of_training_has_the_same_parameters(comm: Communicator)
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("every_linear_layer_is_large")
+def test_a_compiled_function_within_forward_calls_layers_as_torch_has_them(comm: Communicator) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+            self.inner = torch.compile(lambda x: self.first(x).tanh(), backend=counter, fullgraph=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    net = Partly()
+    with wrapped(net, comm) as model:
+        for number in range(5):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            net.zero_grad()
+            net(x).square().mean().backward()
+            expected = [parameter.grad.clone() for parameter in net.parameters()]
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            net.zero_grad()
+            model(x).square().mean().backward()
+            assert_equal([p.grad for p in net.parameters()], expected)
+        placed = {slot.name: slot.is_placed for slot in model.reducer.slots}
+    assert [name for name in placed if placed[name]] == ["last.weight"]
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("every_linear_layer_is_large")
+@pytest.mark.parametrize("compiled", [lambda net: net.compile(backend="eager"), lambda net: net.layers.compile()])
+def test_modules_that_compile_themselves_are_left_alone(comm: Communicator, compiled: Any) -> None:
+    net = Net()
+    with wrapped(net, comm) as model, torch.compiler.set_stance("force_eager"):
+        compiled(net)
+        for number in range(3):
+            model.zero_grad()
+            model(inputs(comm, number, (4, 6), torch.float64)).square().mean().backward()
+        assert not any(slot.is_placed for slot in model.reducer.slots)
+
+
 @pytest.mark.parametrize("has_unused", [False, True])
 def test_compiled_autograd_is_refused(comm: Communicator, has_unused: bool) -> None:
     """It never calls what waits for the end of backward; an ordinary backward may follow."""

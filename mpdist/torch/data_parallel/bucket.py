@@ -135,22 +135,22 @@ class Bucket:
             return
         if gradient.layout is not torch.strided:
             raise _explained(slot)
-        if slot.is_placed and gradient.data_ptr() == view.data_ptr():
-            parameter.grad = view
+        if slot.is_placed:
+            self._enter_placed(slot, gradient)
             return
-        if slot.is_placed and self.scale != 1.0:
-            self._enter_mixed(slot, gradient)
-        elif self.scale != 1.0:
+        if self.scale != 1.0:
             torch.mul(gradient, self.scale, out=view)
         else:
             view.copy_(gradient)
         parameter.grad = view
 
-    def _enter_mixed(self, slot: Slot, gradient: Tensor) -> None:
-        """What is in its place already, multiplied with the scale, is part of the gradient, beside something else."""
-        slot.is_mixed = True
+    def _enter_placed(self, slot: Slot, gradient: Tensor) -> None:
+        """It is in its place, scaled, unless something was added to it; then both are elsewhere, and one is here."""
         view = cast(Tensor, slot.view)
-        view.mul_(1 - self.scale).add_(gradient, alpha=self.scale)
+        if gradient.data_ptr() != view.data_ptr():
+            slot.is_mixed = True
+            view.mul_(1 - self.scale).add_(gradient, alpha=self.scale)
+        slot.parameter.grad = view
 
     def enter_nothing(self, slot: Slot) -> None:
         """The parameter has no gradient on this rank."""

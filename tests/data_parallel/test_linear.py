@@ -1,0 +1,496 @@
+"""Linear layers whose backward computes the weight's gradient in its place in the bucket, and where it must not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from data_parallel.pairs import Breaks, assert_equal, inputs, mlp, wrapped
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from mpdist import Communicator
+from mpdist.torch import DistributedDataParallel
+from mpdist.torch.data_parallel import linear
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("every_linear_layer_is_large")]
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def placed(model: DistributedDataParallel) -> list[bool]:
+    """Of each parameter, whether the last backward computed its gradient in its place."""
+    return [slot.is_placed for slot in model.reducer.slots]
+
+
+def check(
+    comm: Communicator,
+    net: nn.Module,
+    loss: Loss = loss_of,
+    *,
+    x: Callable[[int], Tensor] | None = None,
+    forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+    expects: list[bool] | bool = False,
+    rtol: float = 1e-11,
+) -> None:
+    """Gradients are the mean of those without the wrapper; from the second step on they are in place or not."""
+    parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    make = x or (lambda number: inputs(comm, number, (4, 6), torch.float64))
+    with wrapped(net, comm) as model:
+        for number in range(4):
+            batch = make(number)
+            loss(net, batch).backward()
+            expected = [parameter.grad.clone() for parameter in parameters]
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            net.zero_grad()
+            with forward():
+                made = loss(model, batch)
+            made.backward()
+            assert_equal([parameter.grad for parameter in parameters], expected, rtol)
+            assert all(slot.parameter.grad is slot.view for slot in model.reducer.slots)
+            net.zero_grad()
+            if number and expects is not False:
+                assert placed(model) == ([True, False] * (len(parameters) // 2) if expects is True else expects)
+            elif number:
+                assert not any(placed(model))
+
+
+# ------------------------------------------------------------------ in place
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (4, 6), (2, 3, 6), (2, 0, 6), (0, 6)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_shapes(comm: Communicator, shape: tuple[int, ...], has_bias: bool) -> None:
+    net = nn.Sequential(nn.Linear(6, 5, has_bias), nn.Tanh(), nn.Linear(5, 3, has_bias)).double()
+    is_placed = [True, False, True, False] if has_bias else [True, True]
+    check(comm, net, x=lambda number: inputs(comm, number, shape, torch.float64), expects=is_placed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 1e-2)]
+)
+def test_types(comm: Communicator, dtype: torch.dtype, rtol: float) -> None:
+    x = lambda number: inputs(comm, number, (4, 6), dtype)  # noqa: E731
+    check(comm, mlp(6, 10, 3, dtype=dtype), lambda m, x: m(x).square().mean(), x=x, expects=True, rtol=rtol)
+
+
+@pytest.mark.parametrize("make", [lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(4, 6), lambda x: x[:, ::2]])
+def test_inputs_that_are_not_contiguous(comm: Communicator, make: Callable[[Tensor], Tensor]) -> None:
+    width = make(torch.zeros(4, 6)).shape[1]
+    check(comm, mlp(width, 5, 3), x=lambda number: make(inputs(comm, number, (4, 6), torch.float64)), expects=True)
+
+
+@pytest.mark.parametrize("loss", [lambda m, x: m(x).sum(), lambda m, x: m(x).t().contiguous().square().mean()])
+def test_gradients_of_outputs_that_are_not_contiguous(comm: Communicator, loss: Loss) -> None:
+    check(comm, nn.Sequential(nn.Linear(6, 3)).double(), loss, expects=True)
+
+
+def test_gradient_of_the_input(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            x = inputs(comm, number, (2, 4, 6), torch.float64).requires_grad_()
+            (expected,) = torch.autograd.grad(loss_of(net, x), x)
+            model.zero_grad()
+            loss_of(model, x).backward()
+            assert_equal([x.grad], [expected])
+        assert placed(model) == [True, False] * 2
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "2.weight"])
+def test_frozen_parameters(comm: Communicator, frozen: str) -> None:
+    net = mlp(6, 10, 3)
+    net.get_parameter(frozen).requires_grad_(False)
+    check(comm, net, expects=[name.endswith("weight") for name, p in net.named_parameters() if p.requires_grad])
+
+
+def test_output_that_is_not_used(comm: Communicator) -> None:
+    """Nothing comes to the node, or nothing comes through what is after it."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(6, 3).double() for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        a, b = model(x)
+        return a.square().sum() + Nothing.apply(b).sum()
+
+    with wrapped(Two(), comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            loss(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+            assert [bool(p.grad.any()) for p in model.parameters()] == [True, True, False, False]
+
+
+class Nothing(torch.autograd.Function):
+    """The identity, by which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("needs_weight", [True, False])
+def test_weight_changed_between_forward_and_backward(comm: Communicator, needs_weight: bool) -> None:
+    """As with torch's own node: an error only where backward needs the weight."""
+    net = mlp(6, 3)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            made = loss_of(model, inputs(comm, number, (4, 6), torch.float64).requires_grad_(needs_weight))
+            with torch.no_grad():
+                net[0].weight.mul_(0.9)
+            if needs_weight:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    made.backward()
+            else:
+                made.backward()
+
+
+# ------------------------------------------------------------------ the place is not free
+
+
+def test_gradients_that_accumulate(comm: Communicator) -> None:
+    """Only a backward that finds no gradient computes it in place."""
+    net = mlp(6, 10, 3)
+    alone = copy.deepcopy(net)
+    with wrapped(net, comm) as model:
+        alone.load_state_dict(net.state_dict())  # rank 0's
+        for number in range(6):
+            for each in (model, alone):
+                each.zero_grad(set_to_none=number % 3 != 2)
+            for part in range(2):
+                x = inputs(comm, 2 * number + part, (4, 6), torch.float64)
+                with model.no_sync() if part == 0 else nullcontext():
+                    loss_of(model, x).backward()
+                loss_of(alone, x).backward()
+            assert not any(placed(model))
+            for parameter in alone.parameters():
+                comm.all_reduce(parameter.grad, op="avg").wait()
+            assert_equal([p.grad for p in net.parameters()], [p.grad for p in alone.parameters()], 1e-11)
+
+
+def penalized(model: Any, x: Tensor) -> Tensor:
+    return loss_of(model, x) + sum(p.square().sum() for p in model.parameters())
+
+
+def twice(model: Any, x: Tensor) -> Tensor:
+    return loss_of(model, x) + loss_of(model, 2 * x)
+
+
+@pytest.mark.parametrize("loss", [penalized, twice])
+def test_weight_that_something_else_uses(comm: Communicator, loss: Loss) -> None:
+    """The sum is right in the step that finds it; from then on the gradient is not computed in place."""
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(4):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            expected = list(torch.autograd.grad(loss(net, x), list(net.parameters())))
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            model.zero_grad()
+            loss(model, x).backward()
+            assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-11)
+            assert placed(model) == [number == 1, False] * 2
+
+
+def test_backward_that_breaks_off_leaves_nothing_behind(comm: Communicator) -> None:
+    """Before any bucket has started the next step may be made."""
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with wrapped(net, comm) as model:
+        for number in range(5):
+            x = inputs(comm, number, (4, 6), torch.float64).requires_grad_()
+            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            model.zero_grad()
+            if number == 2:
+                handle = net[0].register_forward_hook(lambda module, arguments, output: Breaks.apply(output))
+                with pytest.raises(ArithmeticError):
+                    loss_of(model, x).backward()
+                handle.remove()
+                continue
+            loss_of(model, x).backward()
+            assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-11)
+            assert placed(model) == ([True, False] * 2 if number else [False] * 4)
+
+
+@pytest.mark.parametrize("where", ["on the gradient", "after it"])
+def test_hooks_see_gradients_that_are_not_averaged(comm: Communicator, where: str) -> None:
+    net = mlp(6, 3)
+    seen: list[Tensor] = []
+    with wrapped(net, comm) as model:
+        alone = copy.deepcopy(net)
+        for number in range(4):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            (expected,) = torch.autograd.grad(loss_of(alone, x), alone[0].weight)
+            model.zero_grad()
+            if number == 2 and where == "on the gradient":
+                net[0].weight.register_hook(seen.append)
+            elif number == 2:
+                net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+            loss_of(model, x).backward()
+            assert placed(model) == [number == 1, False]
+            if number >= 2:
+                assert_equal([seen[-1]], [expected])
+                if where == "on the gradient":
+                    assert seen[-1].data_ptr() != net[0].weight.grad.data_ptr()
+    assert len(seen) == 2
+
+
+# ------------------------------------------------------------------ derivatives of some tensors only
+
+
+def test_gradient_of_the_input_alone_computes_none_of_weights(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = mlp(6, 10, 3)
+    computed: list[str] = []
+    of_weight = linear._of_weight
+    monkeypatch.setattr(linear, "_of_weight", lambda *arguments: computed.append("weight") or of_weight(*arguments))
+    with wrapped(net, comm) as model:
+        for number in range(2):
+            model.zero_grad()
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+        assert len(computed) == 2
+        x = inputs(comm, 9, (4, 6), torch.float64).requires_grad_()
+        (expected,) = torch.autograd.grad(loss_of(net, x), x)
+        assert_equal(list(torch.autograd.grad(loss_of(model, x), x)), [expected])
+        loss_of(model, x).backward(inputs=[x])
+        assert_equal([x.grad], [expected])
+        assert len(computed) == 2
+
+
+def test_gradients_that_the_program_asks_for_are_its_own(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            asked = list(net.parameters())
+            expected = torch.autograd.grad(loss_of(net, x), asked)
+            got = torch.autograd.grad(loss_of(model, x), asked)
+            assert_equal(list(got), list(expected))
+            model.zero_grad()
+            loss_of(model, x).backward()
+            assert_equal(list(got), list(expected))
+
+
+def test_derivatives_of_derivatives(comm: Communicator) -> None:
+    """Of the input and of the weight, whose own gradients are averaged."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        weight = (model.module if isinstance(model, DistributedDataParallel) else model)[0].weight
+        of_x, of_weight = torch.autograd.grad(loss_of(model, x), [x, weight], create_graph=True)
+        return loss_of(model, x) + of_x.square().sum() + of_weight.square().sum()
+
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            expected = list(torch.autograd.grad(loss(net, x), list(net.parameters())))
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            model.zero_grad()
+            loss(model, x).backward()
+            assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-10)
+
+
+def test_many_gradients_of_the_input_at_once(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(2):
+            model.zero_grad()
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+        x = inputs(comm, 9, (6,), torch.float64).requires_grad_()
+        ours, theirs = (
+            torch.autograd.grad(each(x), x, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+            for each in (model, net)
+        )
+        assert_equal(list(ours), list(theirs))
+
+
+# ------------------------------------------------------------------ anything unusual
+
+
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [Seeing, Dispatching, forward_ad.dual_level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x)],
+    ids=["function mode", "dispatch mode", "dual level", "saved tensors"],
+)
+def test_within_a_context_forward_is_that_of_torch(
+    comm: Communicator, context: Callable[[], AbstractContextManager[object]]
+) -> None:
+    check(comm, mlp(6, 10, 3), forward=context)
+
+
+def test_within_autocast_forward_is_that_of_torch(comm: Communicator) -> None:
+    net = mlp(6, 10, 3, dtype=torch.float32)
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    check(comm, net, x=lambda number: inputs(comm, number, (4, 6), torch.float32), forward=autocast, rtol=0.1)
+
+
+@contextmanager
+def another_linear() -> Iterator[None]:
+    """A library that has put its own in the place of torch's."""
+    original = nn.functional.linear
+    nn.functional.linear = lambda *arguments: original(*arguments)
+    try:
+        yield
+    finally:
+        nn.functional.linear = original
+
+
+def test_where_linear_is_another_function_it_is_called(comm: Communicator) -> None:
+    check(comm, mlp(6, 10, 3), forward=another_linear)
+
+
+class Derived(nn.Linear):
+    pass
+
+
+class Checkpointed(nn.Sequential):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Transformed(nn.Module):
+    """Per-sample values by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.layer)(x)
+
+
+class Called(nn.Module):
+    """Its layer is called with other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 2 * parameter for name, parameter in self.layer.named_parameters()}
+        return torch.func.functional_call(self.layer, weights, (x,))
+
+
+class OfItsOwn(nn.Module):
+    """Its layer has got a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.layer.forward = lambda x: 2 * nn.Linear.forward(self.layer, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Derived(6, 3),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)),
+        lambda: Checkpointed(nn.Linear(6, 5), nn.Linear(5, 3)),
+        lambda: Reentrant(nn.Linear(6, 5), nn.Linear(5, 3)),
+        Transformed,
+        Called,
+        OfItsOwn,
+    ],
+    ids=["derived", "weight norm", "checkpoint", "reentrant", "vmap", "functional_call", "own forward"],
+)
+def test_modules_that_are_not_as_usual(comm: Communicator, make: Callable[[], nn.Module]) -> None:
+    check(comm, make().double())
+
+
+def test_torch_that_cannot_tell_of_hooks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_saving_hooks", None)
+    check(comm, mlp(6, 10, 3))
+
+
+def test_layer_that_is_found_twice_or_replaced(comm: Communicator) -> None:
+    layer = nn.Linear(6, 6)
+    net = nn.Sequential(layer, nn.Tanh(), nn.Sequential(layer)).double()
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+        with pytest.raises(Exception, match="weight"):
+            loss_of(model, inputs(comm, 9, (4, 6), torch.float64)).backward()
+
+
+# ------------------------------------------------------------------ the module is as it was
+
+
+def test_nothing_is_left_in_the_layers(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    before = [dict(vars(layer)) for layer in net]
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+            assert [{**vars(layer)} == each for layer, each in zip(net, before, strict=True)] == [True] * len(net)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.zeros(4, 7, dtype=torch.float64))
+        assert all("forward" not in vars(layer) for layer in net)
+        assert_equal([pickle.loads(pickle.dumps(net))[0].weight], [net[0].weight])
+
+
+@pytest.mark.parametrize("is_off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_forward_is_that_of_torch(
+    comm: Communicator, is_off: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(2):
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+        monkeypatch.setattr(linear._PlacedLinear, "apply", None)
+        with is_off():
+            x = inputs(comm, 9, (4, 6), torch.float64)
+            assert_equal([model(x)], [net(x)])
+
+
+def test_small_layers_are_left_alone(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "PLACED_COUNT", 31)
+    check(comm, mlp(6, 5, 6, 6), expects=[False, False, False, False, True, False])
