@@ -1,8 +1,9 @@
-"""Fastbox: small arrays to a rank of the same node go through a page of shared memory.
+"""Fastbox: small arrays to a rank of the same node go through shared memory.
 
 A call of MPI takes longer than Python to copy a few bytes. When some small arrays have gone
 to a member by MPI, their sender takes a page of its arena for those that follow, and tells
 the member where. An entry is the data, a head that says what they are, and last its number.
+Data that are too long for the page lie behind it, in one of a few stretches that take turns.
 
 Nothing overtakes. A box is open or shut; whoever sends to the member by MPI, because the array
 is large or the box full, shuts it, and all goes by MPI. It opens again when small arrays
@@ -36,13 +37,19 @@ SLOT_BYTES = 256
 HEAD_BYTES = 16
 BLOCK_BYTES = SLOTS * SLOT_BYTES
 LINE_BYTES = 64
-BOX_BYTES = SLOT_BYTES - HEAD_BYTES - LINE_BYTES
+SLOT_DATA_BYTES = SLOT_BYTES - HEAD_BYTES - LINE_BYTES
+"""The largest array that lies in its slot."""
+
+# Behind the page. A longer array takes MPI about as long, for which both copies are nothing new then.
+STRETCHES = 4
+BOX_BYTES = 64 * 1024
 """The largest array that goes this way."""
+ALL_BYTES = BLOCK_BYTES + STRETCHES * BOX_BYTES
 
 # The first word of an entry is its number: epoch << 32 | how many there are with it, in all epochs.
 EPOCH = 1 << 32
 # The second is its head: wire tag << 8 | bytes
-SIZE_BITS = 8
+SIZE_BITS = 24
 NOTHING = wire.NOTHING << SIZE_BITS
 
 # The number of the last entry that has been read, or GONE when none will be any more. In a line with nothing else.
@@ -58,10 +65,21 @@ _NEVER = 1 << 62
 _GONE_WORDS = memoryview((GONE).to_bytes(8, "little", signed=True) * (BLOCK_BYTES // 8)).cast("q")
 
 
-def places(offset: int) -> list[tuple[int, int, int]]:
-    """Of each slot: where it has its words, the number and the head, and where its data lie behind this offset."""
+def places(offset: int) -> list[tuple[int, int, int, int]]:
+    """Of each slot of the box at this offset: which of its words are the number and the head; where data lie.
+
+    Those that are not too long for the slot, and the others.
+    """
     words = SLOT_BYTES // 8
-    return [(slot * words, slot * words + 1, offset + slot * SLOT_BYTES + HEAD_BYTES) for slot in range(SLOTS)]
+    return [
+        (
+            slot * words,
+            slot * words + 1,
+            offset + slot * SLOT_BYTES + HEAD_BYTES,
+            offset + BLOCK_BYTES + slot % STRETCHES * BOX_BYTES,
+        )
+        for slot in range(SLOTS)
+    ]
 
 
 class Fastbox:
@@ -83,7 +101,7 @@ class Fastbox:
     peer: int
     words: memoryview[int]
     memory: mmap
-    places: list[tuple[int, int, int]]
+    places: list[tuple[int, int, int, int]]
     fence: Any
 
     def __init__(self) -> None:
@@ -109,14 +127,18 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int) -> S
         ValueError, BufferError, TypeError: it does not give them; nothing is sent.
     """
     number = box.number
-    if number >= box.limit:
+    is_long = nbytes > SLOT_DATA_BYTES
+    kept_free = SLOTS - STRETCHES if is_long else 0
+    if number >= box.limit - kept_free:
         box.look()
         number = box.number
-        if number >= box.limit:
+        if number >= box.limit - kept_free:
             return None
     # The slot is this entry's. No call since it was looked at; nor is there one until the data are there.
     box.number = number = number + 1
-    number_at, head_at, start = box.places[number & SLOTS - 1]
+    number_at, head_at, start, stretch = box.places[number & SLOTS - 1]
+    if is_long:
+        start = stretch
     words = box.words
     is_there = False
     try:
@@ -202,10 +224,10 @@ class Fastboxes:
         channel, shared = self._channel, self._channel.engine.shared
         if shared is None or not shared.has(channel.world_ranks[dst]):
             return False
-        block = shared.arena.allocate(BLOCK_BYTES)
+        block = shared.arena.allocate(ALL_BYTES)
         if block is None:
             return False
-        block.bytes()[:] = 0
+        block.bytes()[:BLOCK_BYTES] = 0
         own = channel.world_ranks[channel.rank]
         box.peer = channel.world_ranks[dst]
         box.words = shared.words(own, block.offset, BLOCK_BYTES // 8)

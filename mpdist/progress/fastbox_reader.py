@@ -8,7 +8,7 @@ import numpy as np
 
 from mpdist.memory import BY_CODE
 from mpdist.progress import wire
-from mpdist.progress.fastbox import BLOCK_BYTES, BOX_BYTES, READ_AT, SIZE_BITS, SLOTS, places
+from mpdist.progress.fastbox import BLOCK_BYTES, READ_AT, SIZE_BITS, SLOT_DATA_BYTES, SLOTS, places
 from mpdist.progress.message import Incoming, Message
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ONCE = range(1)
 
-_SIZE_MASK = (1 << SIZE_BITS) - 1
+SIZE_MASK = (1 << SIZE_BITS) - 1
 
 
 class FastboxReader:
@@ -58,8 +58,12 @@ class FastboxReader:
         number = self.number
         if self.fence is not None:
             self.fence()
-        _, head_at, start = self.place
-        incoming = incoming_of(self.src, self.words[head_at], self.memory[start : start + BOX_BYTES])
+        _, head_at, start, stretch = self.place
+        head = self.words[head_at]
+        nbytes = head & SIZE_MASK
+        if nbytes > SLOT_DATA_BYTES:
+            start = stretch
+        incoming = incoming_of(self.src, head, self.memory[start : start + nbytes])
         if self.fence is not None:
             self.fence()
         if self.number != number:
@@ -78,10 +82,10 @@ def incoming_of(src: int, head: int, data: bytes) -> Incoming | None:
     code = wire_tag & wire.CODE_MASK
     if code == wire.NOTHING:
         return None
-    nbytes = head & _SIZE_MASK
+    nbytes = len(data)
     element = BY_CODE[code]
     array = np.empty(nbytes // element.itemsize, element.storage)
-    array.view(np.uint8)[:] = np.frombuffer(data, np.uint8, nbytes)
+    array.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     incoming = Incoming(None, src, wire_tag >> wire.CODE_BITS, code, nbytes)
     incoming.result = Message(array, src, incoming.tag, len(array), nbytes, element)
     return incoming

@@ -11,8 +11,10 @@ from collections.abc import Generator
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpdist.memory import BY_DTYPE
-from mpdist.progress.fastbox import BOX_BYTES, READ_AT, SIZE_BITS, SLOTS
+from mpdist.progress.fastbox import BOX_BYTES, READ_AT, SIZE_BITS, SLOT_DATA_BYTES, SLOTS
 from mpdist.progress.fastbox_reader import NO_READER, ONCE, FastboxReader, incoming_of
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from mpdist.progress.inbox import Inbox
 
 # What puts so many bytes into an array: less than half of the time of a view of it.
-_WRITE = [Struct(f"{nbytes}s").pack_into for nbytes in range(BOX_BYTES + 1)]
+_WRITE = [Struct(f"{nbytes}s").pack_into for nbytes in range(SLOT_DATA_BYTES + 1)]
 _TAG_SHIFT = SIZE_BITS + CODE_BITS
 # Of the head of an entry, what a receive of any tag compares.
 _ANY_TAG = (1 << _TAG_SHIFT) - 1
@@ -133,13 +135,18 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     if reader.fence is not None:
         reader.fence()
     words = reader.words
-    _, head_at, start = reader.place
+    _, head_at, start, stretch = reader.place
     found = words[head_at]
     tag = message.tag
     if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
     nbytes = message.nbytes
-    data = reader.memory[start : start + nbytes]
+    is_long = nbytes > SLOT_DATA_BYTES
+    if is_long:  # copied once, from where it is; until it has been read as a whole the array may hold anything
+        message.data.reshape(-1).view(np.uint8)[:] = np.frombuffer(reader.memory, np.uint8, nbytes, stretch)
+        data = b""
+    else:
+        data = reader.memory[start : start + nbytes]
     if reader.fence is not None:
         reader.fence()
     if reader.number != number:  # a signal's handler has received it
@@ -151,6 +158,8 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     if tag < 0:
         message.tag = found >> _TAG_SHIFT
     message.src = reader.src
+    if is_long:
+        return True
     try:
         _WRITE[nbytes](message.data, 0, data)
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it

@@ -24,11 +24,24 @@ from mpdist import ANY_SOURCE, ANY_TAG, Communicator
 from mpdist.memory import as_buffer
 from mpdist.progress import wire
 from mpdist.progress.doorbell import ASLEEP
-from mpdist.progress.fastbox import BOX_BYTES, EPOCH, OPENS_AFTER, OPENS_AFTER_AT_MOST, SLOTS, Fastbox
+from mpdist.progress.fastbox import (
+    BOX_BYTES,
+    EPOCH,
+    OPENS_AFTER,
+    OPENS_AFTER_AT_MOST,
+    SLOT_DATA_BYTES,
+    SLOTS,
+    STRETCHES,
+    Fastbox,
+)
 from mpdist.progress.inbox import POLL_MESSAGES
 from mpdist.progress.received import Received
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
+
+# So many numbers of 8 bytes go by MPI; and a few that do not lie in a slot.
+LARGE = BOX_BYTES // 8 + 1
+LONG = SLOT_DATA_BYTES // 8 + 10
 
 
 def after(comm: Communicator) -> int:
@@ -73,7 +86,7 @@ async def test_small_arrays_of_every_library_type_and_size_arrive(comm: Communic
     for library in libraries():
         for dtype in library.dtypes:
             itemsize = as_buffer(library.make(numbers(1, dtype, 0), dtype)).nbytes
-            for count in (0, 1, 7, BOX_BYTES // itemsize):
+            for count in (0, 1, 7, SLOT_DATA_BYTES // itemsize, SLOT_DATA_BYTES // itemsize + 1, BOX_BYTES // itemsize):
                 for src, tag in (
                     (before(comm), count),
                     (ANY_SOURCE, count),
@@ -111,6 +124,7 @@ async def test_shapes_do_not_matter(comm: Communicator) -> None:
         (np.array(5), np.array(0)),
         (np.arange(6)[::-1].copy(), np.zeros(6, int)),
         (np.zeros((2, 0)), np.ones((0, 7))),
+        (np.arange(600).reshape(20, 30), np.zeros((10, 3, 20), int)),
     ):
         await comm.send(x, after(comm))
         await comm.recv(out, before(comm))
@@ -134,12 +148,13 @@ async def test_the_largest_of_them_and_one_byte_more(comm: Communicator) -> None
         box = box_to(comm, after(comm))
         number = box.number
         x = numbers(nbytes, "uint8", comm.rank)
-        await comm.send(x, after(comm))
+        sending = comm.send(x, after(comm))
         assert (box.number > number) == (nbytes == BOX_BYTES)
         out = np.zeros(nbytes + 50, np.uint8)
         message = await comm.recv(out, before(comm))
         assert message.count == nbytes
         assert_values(out[:nbytes], numbers(nbytes, "uint8", before(comm)), nbytes)
+        await sending
         assert not out[nbytes:].any()
 
 
@@ -151,8 +166,9 @@ async def test_messages_keep_their_order_whichever_way_they_go(comm: Communicato
     """Small and large ones, objects, bursts that fill the box, to every rank; received early, late, from any rank."""
     common, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
     others = [rank for rank in range(comm.size) if rank != comm.rank]
+    choices = [1, 1, 1, 1, 20, 22, 23, 200, 5000, LARGE, -1]
     for turn in range(12):
-        sizes = [common.choice([1, 1, 1, 1, 20, 22, 23, 200, 5000, -1]) for _ in range(common.choice([1, 3, 10, 60]))]
+        sizes = [common.choice(choices) for _ in range(common.choice([1, 3, 10, 60]))]
         way = common.choice(["early", "late", "any", "each"])
         receives = []
         if way == "early":
@@ -205,10 +221,10 @@ def until_mpi_has_one(comm: Communicator) -> None:
 async def test_a_large_array_gets_the_small_message_that_was_sent_first(comm: Communicator, is_any: bool) -> None:
     await open_box(comm)
     await comm.send(np.array([1.0]), after(comm))
-    large = comm.send(np.full(1000, 2.0), after(comm))
+    large = comm.send(np.full(LARGE, 2.0), after(comm))
     until_mpi_has_one(comm)
-    x = np.zeros(1000)
-    for count in (1, 1000):
+    x = np.zeros(LARGE)
+    for count in (1, LARGE):
         message = await comm.recv(x, ANY_SOURCE if is_any else before(comm), 0)
         assert (message.count, message.src) == (count, before(comm))
     await large
@@ -223,7 +239,7 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
         comm._channel.transport.comm.Barrier()
         for _ in range(SLOTS - 1):
             await comm.send(np.array([0]), 0)
-        large = comm.send(np.zeros(1000), 0) if comm.rank == 2 else None
+        large = comm.send(np.zeros(LARGE), 0) if comm.rank == 2 else None
         comm._channel.transport.comm.Barrier()
         if large is not None:
             await large
@@ -237,7 +253,7 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
         message = await comm.recv(tag=0)
         got.append((message.src, message.count))
     assert [src for src, _ in got[:6]] in ([1, 2] * 3, [2, 1] * 3)
-    assert got.index((2, 1000)) > got.index((2, 1))
+    assert got.index((2, LARGE)) > got.index((2, 1))
     for _ in range(comm._channel.inbox.box.messages):
         await comm.recv(tag=1)
 
@@ -252,12 +268,32 @@ async def test_what_fills_the_box_goes_by_mpi(comm: Communicator) -> None:
         assert (await comm.recv(src=before(comm), tag=0)).data[0] == number
 
 
+async def test_long_arrays_take_turns_in_the_stretches_behind_the_page(comm: Communicator) -> None:
+    """So many as there are stretches, with small ones between them or not; the next goes by MPI."""
+    for between, put in ((0, STRETCHES), (1, 5), (3, 7)):
+        async with await comm.dup() as other:
+            await open_box(other)
+            box = box_to(other, after(other))
+            start = box.number
+            sent = []
+            for number in range(3 * STRETCHES):
+                sizes = [1] * between + [LONG]
+                sent += [other.send(np.full(size, number), after(other)) for size in sizes]
+            assert box.number - start == put
+            comm._channel.transport.comm.Barrier()
+            for number in range(3 * STRETCHES):
+                for size in [1] * between + [LONG]:
+                    assert (await other.recv(src=before(other))).data.tolist() == [number] * size
+            for each in sent:
+                await each
+
+
 async def test_a_box_opens_again_when_small_arrays_follow_each_other(comm: Communicator) -> None:
     """The more of them, the more often something else came in between."""
     await open_box(comm)
     needed = []
     for _ in range(8):
-        large = comm.send(np.zeros(1000), after(comm))
+        large = comm.send(np.zeros(LARGE), after(comm))
         await comm.recv(src=before(comm))
         await large
         assert after(comm) not in comm._channel.opened
@@ -276,7 +312,7 @@ async def test_messages_of_several_ranks_that_send_much_all_come(comm: Communica
         for number in range(OPENS_AFTER + 1 + 10 * SLOTS):
             await comm.send(np.array([number]), 0)
         if comm.rank == comm.size - 1:
-            await comm.send(np.zeros(1000), 0)
+            await comm.send(np.zeros(LARGE), 0)
         await comm.recv(src=0)
         return
     each = OPENS_AFTER + 1 + 10 * SLOTS
@@ -300,12 +336,12 @@ def test_each_thread_that_sends_keeps_its_order(comm: Communicator) -> None:
     def send(tag: int) -> None:
         sizes = random.Random(tag)
         for number in range(number_of):
-            comm.send(np.full(sizes.choice([1, 1, 1, 1, 1, 1, 1, 1, 500]), number), 1, tag).wait()
+            comm.send(np.full(sizes.choice([1, 1, 1, 1, 1, 1, 1, 500, LARGE]), number), 1, tag).wait()
 
     def receive(tag: int) -> None:
         sizes = random.Random(tag)
         for number in range(number_of):
-            size = sizes.choice([1, 1, 1, 1, 1, 1, 1, 1, 500])
+            size = sizes.choice([1, 1, 1, 1, 1, 1, 1, 500, LARGE])
             got.append((tag, number, comm.recv(np.zeros(size, int), 0, tag).wait(30).data.tolist() == [number] * size))
 
     got: list[tuple[int, int, bool]] = []
@@ -707,7 +743,8 @@ def _handler() -> Iterator[None]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_handler")
-async def test_no_message_is_lost_wherever_its_sending_is_interrupted(comm: Communicator) -> None:
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_no_message_is_lost_wherever_its_sending_is_interrupted(comm: Communicator, length: int) -> None:
     """It goes or not, as a whole; those before and after it do, in their order, also where boxes open and are shut.
 
     Each time on a communicator of its own, which comes to its end: who was interrupted sends no more small arrays.
@@ -719,11 +756,11 @@ async def test_no_message_is_lost_wherever_its_sending_is_interrupted(comm: Comm
                 try:
                     with interruptions:
                         for part in range(OPENS_AFTER + 2):
-                            await other.send(np.array([part]), 1)
-                        await other.send(np.zeros(500, int), 1)
+                            await other.send(np.full(length, part), 1)
+                        await other.send(np.zeros(LARGE, int), 1)
                 except Interrupted:
                     pass
-                await other.send(np.full(500, 77), 1)
+                await other.send(np.full(LARGE, 77), 1)
                 await comm.send_object(interruptions.left < 0, 1)
                 is_interrupted = interruptions.left < 0
             else:
@@ -750,14 +787,14 @@ async def test_no_message_is_lost_wherever_one_is_interrupted_that_mpi_has_broug
             if comm.rank == 0:
                 await other.send(np.array([1]), 1, 1)
                 await other.send(np.array([2]), 1, 1)
-                large = other.send(np.full(1000, 3), 1, 1)
+                large = other.send(np.full(LARGE, 3), 1, 1)
                 is_interrupted = (await comm.recv_object(1)).data
                 await large
             else:
                 until_mpi_has_one(other)
                 interruptions = Interruptions(number, "progress", files)
                 got = []
-                x = np.zeros(1000, int)
+                x = np.zeros(LARGE, int)
                 work = other.recv(x, 0, 1)
                 try:
                     with interruptions:
@@ -777,13 +814,16 @@ async def test_no_message_is_lost_wherever_one_is_interrupted_that_mpi_has_broug
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_handler")
-async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_at_once(comm: Communicator) -> None:
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_at_once(
+    comm: Communicator, length: int
+) -> None:
     await open_box(comm)
     files = ("received", "fastbox_reader", "message", "inbox", "mailbox")
     for number in counting():
         if comm.rank == 0:
-            await comm.send(np.array([2 * number]), 1)
-            await comm.send(np.array([2 * number + 1]), 1)
+            await comm.send(np.full(length, 2 * number), 1)
+            await comm.send(np.full(length, 2 * number + 1), 1)
             if not (await comm.recv(src=1)).data[0]:
                 break
             continue
@@ -794,7 +834,7 @@ async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_
         got = []
         try:
             with nothing_pending(comm), interruptions:
-                work = comm.recv(np.zeros(1, int), 0)
+                work = comm.recv(np.zeros(length, int), 0)
             assert isinstance(work, Received)
             got.append(int((await work).data[0]))
         except Interrupted:

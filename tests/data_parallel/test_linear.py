@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -97,6 +98,37 @@ def test_inputs_that_are_not_contiguous(comm: Communicator, make: Callable[[Tens
 @pytest.mark.parametrize("loss", [lambda m, x: m(x).sum(), lambda m, x: m(x).t().contiguous().square().mean()])
 def test_gradients_of_outputs_that_are_not_contiguous(comm: Communicator, loss: Loss) -> None:
     check(comm, nn.Sequential(nn.Linear(6, 3)).double(), loss, expects=True)
+
+
+def test_outputs_of_which_only_a_transposed_part_is_used(comm: Communicator) -> None:
+    loss = lambda m, x: (m(x).permute(2, 0, 1)[1:] * torch.arange(3.0)).square().sum()  # noqa: E731
+    x = lambda number: inputs(comm, number, (2, 3, 6), torch.float64)  # noqa: E731
+    check(comm, mlp(6, 5, 4), loss, x=x, expects=True)
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6), (2, 2, 3, 6)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_outputs_may_be_changed_in_place(comm: Communicator, shape: tuple[int, ...], has_bias: bool) -> None:
+    net = nn.Sequential(nn.Linear(6, 5, has_bias), nn.ReLU(inplace=True), nn.Linear(5, 3, has_bias)).double()
+    is_placed = [True, False, True, False] if has_bias else [True, True]
+    loss = lambda m, x: m(x).add_(1).mul_(2).square().sum()  # noqa: E731
+    check(comm, net, loss, x=lambda number: inputs(comm, number, shape, torch.float64), expects=is_placed)
+
+
+def test_inputs_may_be_changed_in_place_where_torch_keeps_a_copy(comm: Communicator) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = (1 * x).transpose(0, 1)
+            made = self.layer(x)
+            x += 1
+            return made
+
+    x = lambda number: inputs(comm, number, (2, 3, 6), torch.float64)  # noqa: E731
+    check(comm, Changing().double(), x=x, expects=True)
 
 
 def test_gradient_of_the_input(comm: Communicator) -> None:
@@ -377,6 +409,68 @@ def test_where_linear_is_another_function_it_is_called(comm: Communicator) -> No
     check(comm, mlp(6, 10, 3), forward=another_linear)
 
 
+@contextmanager
+def another_forward() -> Iterator[None]:
+    original = nn.Linear.forward
+    nn.Linear.forward = lambda layer, x: original(layer, x)
+    try:
+        yield
+    finally:
+        nn.Linear.forward = original
+
+
+def test_where_the_forward_of_linear_layers_is_another_function_it_is_called(comm: Communicator) -> None:
+    check(comm, mlp(6, 10, 3), forward=another_forward)
+
+
+class Tripled(nn.Parameter):
+    """Weights that a linear function takes three times."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                return func(args[0], 3 * args[1], *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_of_another_class_have_its_functions(comm: Communicator, name: str) -> None:
+    layer = nn.Linear(6, 3).double()
+    setattr(layer, name, Tripled(getattr(layer, name).detach()))
+    check(comm, nn.Sequential(layer))
+
+
+class Seen(Tensor):
+    """Inputs of a class of their own."""
+
+
+def test_inputs_of_another_class_have_its_functions(comm: Communicator) -> None:
+    x = lambda number: inputs(comm, number, (4, 6), torch.float64).as_subclass(Seen)  # noqa: E731
+    check(comm, mlp(6, 10, 3), x=x)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning", "ignore:.*Sparse:UserWarning")
+@pytest.mark.parametrize("layout", ["nested", "sparse"])
+def test_inputs_of_another_layout(comm: Communicator, layout: str) -> None:
+    def made(number: int) -> Tensor:
+        x = inputs(comm, number, (4, 6), torch.float64)
+        return torch.nested.nested_tensor([x, x[:2]]) if layout == "nested" else x.to_sparse_csr()
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        made = model(x)
+        return (torch.cat(made.unbind()) if made.is_nested else made).square().sum()
+
+    check(comm, nn.Sequential(nn.Linear(6, 3)).double(), loss, x=made)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3), (4, 3)])
+def test_bias_of_another_shape(comm: Communicator, shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(6, 3).double()
+    layer.bias = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    check(comm, nn.Sequential(layer))
+
+
 class Derived(nn.Linear):
     pass
 
@@ -464,6 +558,93 @@ def test_layer_that_is_found_twice_or_replaced(comm: Communicator) -> None:
 # ------------------------------------------------------------------ the module is as it was
 
 
+class Copying(nn.Module):
+    """Its forward makes a copy of its layer, with weights of its own, and computes with both."""
+
+    def __init__(self, copied: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.copied, self.copies = nn.Linear(6, 3), copied, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        twin = self.copied(self.layer)
+        twin._parameters = {name: 2 * parameter for name, parameter in self.layer.named_parameters()}
+        self.copies.append(twin)
+        return self.layer(x) + twin(x)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_that_are_made_within_forward(comm: Communicator, copied: Callable[[nn.Module], nn.Module]) -> None:
+    net = Copying(copied).double()
+    with wrapped(net, comm) as model:
+        for number in range(4):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            model.zero_grad()
+            loss_of(model, x).backward()
+            assert_equal([parameter.grad for parameter in net.parameters()], expected)
+    assert {type(twin) for twin in net.copies} == {nn.Linear}
+    assert all("forward" not in vars(twin) for twin in net.copies)
+
+
+def test_a_layer_that_gets_another_class_computes_by_that(comm: Communicator) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    net = mlp(6, 3)
+    with wrapped(net, comm) as model:
+        for number in range(4):
+            if number == 2:
+                net[0].__class__ = Doubled
+            x = inputs(comm, number, (4, 6), torch.float64)
+            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
+            for gradient in expected:
+                comm.all_reduce(gradient, op="avg").wait()
+            model.zero_grad()
+            loss_of(model, x).backward()
+            assert_equal([parameter.grad for parameter in net.parameters()], expected)
+            assert placed(model)[0] == (number == 1)
+    assert type(net[0]) is Doubled
+
+
+def test_the_layers_are_torchs_by_name_within_forward(comm: Communicator) -> None:
+    names = []
+
+    class Named(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            names.append((repr(self[0]), isinstance(self[0], nn.Linear)))
+            return super().forward(x)
+
+    with wrapped(Named(nn.Linear(6, 3)).double(), comm) as model:
+        for number in range(3):
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+    assert set(names) == {("Linear(in_features=6, out_features=3, bias=True)", True)}
+
+
+def test_the_memory_of_the_buckets_goes_when_the_wrapper_is_closed(comm: Communicator) -> None:
+    net = mlp(6, 10, 3)
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
+        buckets = [weakref.ref(bucket) for bucket in model.reducer.buckets]
+    assert [bucket() for bucket in buckets] == [None] * len(buckets)
+
+
+def test_what_overflows_is_infinite(comm: Communicator) -> None:
+    """Also where something is added to what is in its place, and the sum divides."""
+    net = nn.Sequential(nn.Linear(6, 3)).bfloat16()
+    with wrapped(net, comm) as model:
+        for number in range(2):
+            x = inputs(comm, number, (4, 6), torch.bfloat16).abs() + 1
+            model.zero_grad()
+            (model(x).sum() + (model(x * torch.inf) if number else model(x)).sum()).backward()
+        assert placed(model)[0]
+        assert net[0].weight.grad.isinf().all()
+
+
 def test_nothing_is_left_in_the_layers(comm: Communicator) -> None:
     net = mlp(6, 10, 3)
     before = [dict(vars(layer)) for layer in net]
@@ -473,7 +654,8 @@ def test_nothing_is_left_in_the_layers(comm: Communicator) -> None:
             assert [{**vars(layer)} == each for layer, each in zip(net, before, strict=True)] == [True] * len(net)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.zeros(4, 7, dtype=torch.float64))
-        assert all("forward" not in vars(layer) for layer in net)
+        assert {type(layer) for layer in net} == {nn.Linear, nn.Tanh}
+        assert linear._places == {}
         assert_equal([pickle.loads(pickle.dumps(net))[0].weight], [net[0].weight])
 
 
@@ -485,7 +667,7 @@ def test_without_gradients_forward_is_that_of_torch(
     with wrapped(net, comm) as model:
         for number in range(2):
             loss_of(model, inputs(comm, number, (4, 6), torch.float64)).backward()
-        monkeypatch.setattr(linear._PlacedLinear, "apply", None)
+        monkeypatch.setattr(linear._Multiply, "apply", None)
         with is_off():
             x = inputs(comm, 9, (4, 6), torch.float64)
             assert_equal([model(x)], [net(x)])

@@ -145,11 +145,17 @@ class Bucket:
         parameter.grad = view
 
     def _enter_placed(self, slot: Slot, gradient: Tensor) -> None:
-        """It is in its place, scaled, unless something was added to it; then both are elsewhere, and one is here."""
+        """It lies in its place, scaled, or autograd has made `gradient` of that and of what else uses the parameter.
+
+        So that is scale * a + b, where scale * a is in the place, and scale * (a + b) is to be there.
+        """
         view = cast(Tensor, slot.view)
         if gradient.data_ptr() != view.data_ptr():
             slot.is_mixed = True
-            view.mul_(1 - self.scale).add_(gradient, alpha=self.scale)
+            if self.scale == 1.0:
+                view.copy_(gradient)
+            else:
+                view.mul_(1 - self.scale).add_(gradient, alpha=self.scale)
         slot.parameter.grad = view
 
     def enter_nothing(self, slot: Slot) -> None:

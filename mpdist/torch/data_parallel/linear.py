@@ -1,26 +1,27 @@
 """Linear: layers whose backward computes the weight's gradient in its place in the bucket.
 
 Else autograd puts each gradient into memory of its own, from which it is copied: for a layer that has many weights and
-gets few rows, that costs as much as to compute it. So, while a forward of the wrapper runs, `forward` of each large
-`torch.nn.Linear` is one that makes a node of our own in the graph, whose backward writes where the gradient is to be,
-divided as the bucket's others are. Autograd takes what it returns for `parameter.grad`, as it does with any fresh
-gradient that nothing else is added to.
+gets few rows, that costs as much as to compute it. So, while a forward of the wrapper runs, each large
+`torch.nn.Linear` is of a class whose forward makes a node of our own in the graph. The node's backward writes where the
+gradient is to be, multiplied as the bucket's others are, and autograd takes that for `parameter.grad`, as it does with
+any fresh gradient that nothing else is added to.
 
-Where anything is not as usual (transforms, modes, autocast, hooks that would see the gradient, checkpoints, which
-count what a forward saves, a compiler), forward is that of `torch.nn.Linear`. Whether the place is free is known in
-backward only: where it is not, this node, too, returns a gradient in memory of its own.
+Where anything is not as usual (transforms, modes, autocast, checkpoints, which count what a forward saves, a compiler),
+forward is torch's. Whether the place is free, and no hook of the program would see what is there, is known in backward
+only: where it is not, the node returns a gradient in memory of its own. Hooks on nodes of the graph cannot be seen:
+those of AccumulateGrad get a gradient that is divided already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Linear
-from torch.nn.functional import linear
+from torch.nn import Linear, Parameter
 
 from mpdist.torch.compiling import is_compiled, is_tracing_calls, leave_alone
 from mpdist.torch.data_parallel import running
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 # From this number of weights on a copy costs more than a node in Python.
 PLACED_COUNT = 64 * 1024
 
-# Older versions of torch cannot tell whether hooks see what a forward saves: there it is always that of torch.nn.
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch._C._nn.linear
+_forward = Linear.forward
+# Older versions of torch cannot tell whether hooks see what a forward saves: there forward is always torch's.
 _saving_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+# The parameters of the forwards that run, by id: whose places they have.
+_places: dict[int, tuple[Slot, Reducer]] = {}
 
 
 class Linears:
@@ -44,70 +50,91 @@ class Linears:
     def __init__(self, module: torch.nn.Module, reducer: Reducer) -> None:
         self._module = module
         self._reducer = reducer
-        self._buckets: list[Bucket] | None = None
-        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
+        # Of the buckets of which it knows the layers. They are not kept: they may be made anew, and go.
+        self._first: Callable[[], Bucket | None] = lambda: None
+        self._layers: list[tuple[Linear, Slot]] = []
 
     @leave_alone
     def __enter__(self) -> None:
-        if self._buckets is not self._reducer.buckets:
-            self._buckets = self._reducer.buckets
-            self._forwards = list(self._made())
-        if not self._forwards or not torch.is_grad_enabled() or is_in_backward() or is_tracing_calls():
+        buckets = self._reducer.buckets
+        if self._first() is not (buckets[0] if buckets else None):
+            self.__exit__()
+            self._layers = list(self._found(buckets or []))
+            self._first = ref(buckets[0]) if buckets else lambda: None
+        if not self._layers or not _is_torchs() or is_in_backward() or is_tracing_calls():
             return
-        for attributes, forward in self._forwards:
-            attributes.setdefault("forward", forward)
+        for layer, slot in self._layers:
+            if type(layer) is Linear:
+                _places[id(slot.parameter)] = slot, self._reducer
+                object.__setattr__(layer, "__class__", PlacedLinear)
 
     @leave_alone
     def __exit__(self, *_: object) -> None:
-        for attributes, forward in self._forwards:
-            if attributes.get("forward") is forward:
-                del attributes["forward"]
+        for layer, slot in self._layers:
+            if type(layer) is PlacedLinear:
+                object.__setattr__(layer, "__class__", Linear)
+            _places.pop(id(slot.parameter), None)
 
-    def _made(self) -> Iterator[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]:
-        """For each layer its attributes, and what is to be `forward` among them."""
-        places = [slot for bucket in self._buckets or () if bucket.keeps_gradients for slot in bucket.slots]
+    def _found(self, buckets: list[Bucket]) -> Iterator[tuple[Linear, Slot]]:
+        places = [slot for bucket in buckets if bucket.keeps_gradients for slot in bucket.slots]
         large = {slot.parameter: slot for slot in places if slot.is_large and slot.parameter.numel() >= PLACED_COUNT}
-        if not large or _saving_hooks is None:
+        if not large:
             return
-        for layer in dict.fromkeys(_of_this_type(self._module)):
-            slot = large.get(cast(torch.nn.Parameter, layer._parameters.get("weight")))
-            if slot is not None and slot.parameter.is_floating_point() and slot.parameter.is_contiguous():
-                yield layer.__dict__, _forward_of(layer, slot, self._reducer)
+        for layer in dict.fromkeys(_linear_layers(self._module)):
+            weight = cast(Parameter, layer._parameters.get("weight"))
+            if weight in large and type(weight) is Parameter and weight.is_floating_point() and weight.is_contiguous():
+                yield layer, large[weight]
 
 
-def _of_this_type(module: torch.nn.Module) -> Iterator[Linear]:
-    """The linear layers in a module that run as torch has them: not derived ones, and nothing that is compiled."""
+def _linear_layers(module: torch.nn.Module) -> Iterator[Linear]:
+    """Those in a module that are torch's, and not in something that is compiled."""
     if is_compiled(module):
         return
-    if type(module) is Linear:
-        yield module
+    if type(module) in (Linear, PlacedLinear):
+        yield cast(Linear, module)
     for child in module.children():
-        yield from _of_this_type(child)
+        yield from _linear_layers(child)
 
 
-def _forward_of(layer: Linear, slot: Slot, reducer: Reducer) -> Callable[[Tensor], Tensor]:
-    """What is called in place of the layer's forward."""
-
-    def forward(input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or layer.weight is not slot.parameter or not _is_usual(input, slot.parameter):
-            return Linear.forward(layer, input)
-        apply = cast(Callable[..., Tensor], _PlacedLinear.apply)
-        return apply(input, layer.weight, layer.bias, slot, reducer)
-
-    return forward
+def _is_torchs() -> bool:
+    """Whether nobody has put something else in the place of torch's functions."""
+    return (
+        torch.nn.functional.linear is _linear
+        and Linear.forward is _forward
+        and _forward.__code__.co_filename == torch.nn.modules.linear.__file__
+    )
 
 
-def _is_usual(input: Tensor, weight: Tensor) -> bool:
+class PlacedLinear(Linear):
+    """What a layer is while a forward of the wrapper runs; copies that are made of it meanwhile are torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        place = None if torch.compiler.is_compiling() else _places.get(id(self.weight))
+        if place is None or not _is_usual(input, self.weight, self.bias):
+            return _forward(self, input)
+        apply = cast(Callable[..., Tensor], _Multiply.apply)
+        if input.dim() == 2:
+            return apply(input, self.weight, self.bias, *place)
+        # As torch has it. A view made in the node would be one that nobody may change.
+        output = apply(input.reshape(-1, input.shape[-1]), self.weight, self.bias, *place)
+        return output.view(*input.shape[:-1], output.shape[1])
+
+    def _get_name(self) -> str:
+        return Linear.__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        return object.__new__, (Linear,), *state
+
+
+def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a node in Python does here what torch's own does."""
     return (
         type(input) is Tensor
-        and input.dtype is weight.dtype
         and input.layout is torch.strided
-        and input.is_cpu
         and not input.is_nested
-        and weight.requires_grad
-        and torch.is_grad_enabled()
-        and torch.nn.functional.linear is linear
+        and input.dim() > 0
+        and (bias is None or (type(bias) is Parameter and bias.shape == weight.shape[:1]))
         and _saving_hooks is not None
         and _saving_hooks(True) is None
         and not torch.is_autocast_enabled("cpu")
@@ -119,31 +146,30 @@ def _is_usual(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _PlacedLinear(torch.autograd.Function):
-    """`torch.nn.functional.linear`, whose backward puts the weight's gradient into its place, where that is free."""
+class _Multiply(torch.autograd.Function):
+    """Rows by a weight, whose gradient backward puts into its place, where that is free."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, reducer: Reducer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, reducer: Reducer) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(rows, weight if ctx.needs_input_grad[0] else None)
         ctx.slot, ctx.reducer = slot, reducer
-        return linear(input, weight, bias)
+        return _linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None, None, None
-        input, weight = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
         is_whole = is_whole_backward()
-        of_input, of_weight, of_bias = (
+        of_rows, of_weight, of_bias = (
             needed and (is_whole or _is_asked_for(ctx.next_functions[index][0]))
             for index, needed in enumerate(ctx.needs_input_grad[:3])
         )
-        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
-            gradient @ weight if of_input else None,
-            _of_weight(rows.t(), input.reshape(-1, input.shape[-1]), ctx.slot, ctx.reducer) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            gradient.mm(weight) if of_rows else None,
+            _of_weight(gradient.t(), rows, ctx.slot, ctx.reducer) if of_weight else None,
+            gradient.sum(0) if of_bias else None,
             None,
             None,
         )
@@ -157,21 +183,21 @@ def _is_asked_for(node: Any) -> bool:
         return True
 
 
-def _of_weight(columns: Tensor, input: Tensor, slot: Slot, reducer: Reducer) -> Tensor:
+def _of_weight(columns: Tensor, rows: Tensor, slot: Slot, reducer: Reducer) -> Tensor:
     """The gradient of the weight, in its place if that is free."""
     bucket = slot.bucket
     if bucket is None or not _is_free(slot, reducer):
-        return columns.mm(input)
+        return columns.mm(rows)
     slot.is_placed = True
     # Another tensor than the slot's, which nobody else knows: one that others know autograd would copy.
     place = cast(Tensor, slot.view).detach()
     if bucket.scale == 1.0:
-        return torch.mm(columns, input, out=place)
-    return torch.addmm(place, columns, input, beta=0, alpha=bucket.scale, out=place)
+        return torch.mm(columns, rows, out=place)
+    return torch.addmm(place, columns, rows, beta=0, alpha=bucket.scale, out=place)
 
 
 def _is_free(slot: Slot, reducer: Reducer) -> bool:
-    """Whether this backward averages, nothing is or will be in the gradient's place, and nobody sees it before us."""
+    """Whether this backward averages, nothing is or will be in the place, and no hook on the parameter sees it."""
     parameter = slot.parameter
     return (
         running.task_of(reducer) == current_task()

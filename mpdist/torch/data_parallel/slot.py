@@ -26,7 +26,7 @@ class Slot:
         is_sparse: it has sparse gradients.
         is_large: its gradient goes to its place as soon as it is there.
         is_placed: in this backward a linear layer has computed its gradient in its place.
-        is_mixed: once something was added to one in its place, so none is put there any more.
+        is_mixed: once autograd did not leave one in its place, so none is computed there any more.
         handle: of its hook; None where none is registered.
     """
 
