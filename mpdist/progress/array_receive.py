@@ -14,10 +14,10 @@ from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
-from mpdist.progress.fastbox import BOX_BYTES, SIZE_BITS
+from mpdist.progress.fastbox import BOX_BYTES, SIZE_BITS, SLOT_DATA_BYTES
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
-from mpdist.progress.received import take
+from mpdist.progress.received import take, take_long
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -180,7 +180,8 @@ class ArrayReceive(Receive):
                 reader.looks = inbox.looks_at_once
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
-        if nbytes <= BOX_BYTES and take(inbox, reader, self._result, head):
+        take_it = take if nbytes <= SLOT_DATA_BYTES else take_long
+        if nbytes <= BOX_BYTES and take_it(inbox, reader, self._result, head):
             # No call between these.
             inbox.box.sole = None
             inbox.box.receives = self.order = 0

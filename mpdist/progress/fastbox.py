@@ -45,11 +45,13 @@ STRETCHES = 4
 BOX_BYTES = 64 * 1024
 """The largest array that goes this way."""
 ALL_BYTES = BLOCK_BYTES + STRETCHES * BOX_BYTES
+KEPT_FREE = SLOTS - STRETCHES
+"""Of so many slots entries have been read when one may use its stretch again."""
 
 # The first word of an entry is its number: epoch << 32 | how many there are with it, in all epochs.
 EPOCH = 1 << 32
 # The second is its head: wire tag << 8 | bytes
-SIZE_BITS = 24
+SIZE_BITS = 17
 NOTHING = wire.NOTHING << SIZE_BITS
 
 # The number of the last entry that has been read, or GONE when none will be any more. In a line with nothing else.
@@ -65,21 +67,15 @@ _NEVER = 1 << 62
 _GONE_WORDS = memoryview((GONE).to_bytes(8, "little", signed=True) * (BLOCK_BYTES // 8)).cast("q")
 
 
-def places(offset: int) -> list[tuple[int, int, int, int]]:
-    """Of each slot of the box at this offset: which of its words are the number and the head; where data lie.
-
-    Those that are not too long for the slot, and the others.
-    """
+def places(offset: int) -> list[tuple[int, int, int]]:
+    """Of each slot: where it has its words, the number and the head, and where its data lie behind this offset."""
     words = SLOT_BYTES // 8
-    return [
-        (
-            slot * words,
-            slot * words + 1,
-            offset + slot * SLOT_BYTES + HEAD_BYTES,
-            offset + BLOCK_BYTES + slot % STRETCHES * BOX_BYTES,
-        )
-        for slot in range(SLOTS)
-    ]
+    return [(slot * words, slot * words + 1, offset + slot * SLOT_BYTES + HEAD_BYTES) for slot in range(SLOTS)]
+
+
+def stretches(offset: int) -> list[int]:
+    """Where the data of each slot lie that are too long for it."""
+    return [offset + BLOCK_BYTES + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
 
 
 class Fastbox:
@@ -95,13 +91,15 @@ class Fastbox:
     """
 
     __slots__ = (
-        "after", "began", "block", "fence", "limit", "memory", "number", "peer", "places", "small", "words",
+        "after", "began", "block", "fence", "limit", "memory", "number", "peer", "places", "small", "stretches",
+        "words",
     )  # fmt: skip
 
     peer: int
     words: memoryview[int]
     memory: mmap
-    places: list[tuple[int, int, int, int]]
+    places: list[tuple[int, int, int]]
+    stretches: list[int]
     fence: Any
 
     def __init__(self) -> None:
@@ -120,15 +118,16 @@ class Fastbox:
         return self.number == self.began or self.words[READ_AT] == self.number
 
 
-def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int) -> Sent | None:
+def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, kept_free: int = 0) -> Sent | None:
     """Send a small array, whatever gives it as C-contiguous bytes; None where the box is full.
+
+    Args:
+        kept_free: 0 for what lies in a slot, else KEPT_FREE.
 
     Raises:
         ValueError, BufferError, TypeError: it does not give them; nothing is sent.
     """
     number = box.number
-    is_long = nbytes > SLOT_DATA_BYTES
-    kept_free = SLOTS - STRETCHES if is_long else 0
     if number >= box.limit - kept_free:
         box.look()
         number = box.number
@@ -136,9 +135,9 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int) -> S
             return None
     # The slot is this entry's. No call since it was looked at; nor is there one until the data are there.
     box.number = number = number + 1
-    number_at, head_at, start, stretch = box.places[number & SLOTS - 1]
-    if is_long:
-        start = stretch
+    number_at, head_at, start = box.places[number & SLOTS - 1]
+    if kept_free:
+        start = box.stretches[number & SLOTS - 1]
     words = box.words
     is_there = False
     try:
@@ -232,7 +231,7 @@ class Fastboxes:
         box.peer = channel.world_ranks[dst]
         box.words = shared.words(own, block.offset, BLOCK_BYTES // 8)
         box.memory = shared.memory(own)
-        box.places = places(block.offset)
+        box.places, box.stretches = places(block.offset), stretches(block.offset)
         box.fence = shared.fence
         box.block = block
         return True

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpdist.memory import BY_CODE
+from mpdist.memory.elements import Array
 from mpdist.progress import wire
-from mpdist.progress.fastbox import BLOCK_BYTES, READ_AT, SIZE_BITS, SLOT_DATA_BYTES, SLOTS, places
+from mpdist.progress.fastbox import (
+    BLOCK_BYTES,
+    BOX_BYTES,
+    READ_AT,
+    SIZE_BITS,
+    SLOT_DATA_BYTES,
+    SLOTS,
+    places,
+    stretches,
+)
 from mpdist.progress.message import Incoming, Message
 
 if TYPE_CHECKING:
@@ -20,7 +30,7 @@ if TYPE_CHECKING:
 
 ONCE = range(1)
 
-SIZE_MASK = (1 << SIZE_BITS) - 1
+_SIZE_MASK = (1 << SIZE_BITS) - 1
 
 
 class FastboxReader:
@@ -31,11 +41,13 @@ class FastboxReader:
         number: of the next entry; one of a later epoch has another.
         place: of its slot.
         looks: as often is looked for the next one by who asks for it, before its receive is posted.
+        stretches: where the data of each slot lie that are too long for it.
     """
 
-    __slots__ = ("fence", "looks", "memory", "number", "place", "places", "src", "words")
+    __slots__ = ("fence", "looks", "memory", "number", "place", "places", "src", "stretches", "words")
 
     memory: mmap
+    stretches: list[Array]
     fence: Callable[[], object] | None
 
     def __init__(self, src: int, words: memoryview[int], offset: int) -> None:
@@ -50,6 +62,10 @@ class FastboxReader:
         """Whether there is an entry that may be read."""
         return self.words[self.place[0]] == self.number
 
+    def long_data(self, nbytes: int) -> Array:
+        """Those of the entry that is there, where they do not lie in its slot."""
+        return self.stretches[self.number & SLOTS - 1][:nbytes]
+
     def pass_on(self, inbox: Inbox) -> Incoming | None:
         """Read the entry that is there; None if its sender could not fill it, or a signal's handler has received it.
 
@@ -58,12 +74,12 @@ class FastboxReader:
         number = self.number
         if self.fence is not None:
             self.fence()
-        _, head_at, start, stretch = self.place
+        _, head_at, start = self.place
         head = self.words[head_at]
-        nbytes = head & SIZE_MASK
-        if nbytes > SLOT_DATA_BYTES:
-            start = stretch
-        incoming = incoming_of(self.src, head, self.memory[start : start + nbytes])
+        nbytes = head & _SIZE_MASK
+        is_long = nbytes > SLOT_DATA_BYTES
+        data = self.long_data(nbytes).tobytes() if is_long else self.memory[start : start + nbytes]
+        incoming = incoming_of(self.src, head, data)
         if self.fence is not None:
             self.fence()
         if self.number != number:
@@ -95,6 +111,7 @@ def reader_of(shared: Neighbours, src: int, world_rank: int, offset: int) -> Fas
     """Of the box that lies there in the arena of that rank of the world, which is `src` in the communicator."""
     reader = FastboxReader(src, shared.words(world_rank, offset, BLOCK_BYTES // 8), offset)
     reader.memory = shared.memory(world_rank)
+    reader.stretches = [shared.array(world_rank, start, BOX_BYTES, np.uint8) for start in stretches(offset)]
     reader.fence = shared.fence
     return reader
 

@@ -101,7 +101,7 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
         with engine.lock:
             if reader.number == number and not (box.messages or box.receives) and engine.credit > 0:
                 work.order = box.next_order()
-                is_met = take(inbox, reader, message, head)
+                is_met = (take if nbytes <= SLOT_DATA_BYTES else take_long)(inbox, reader, message, head)
     except BaseException:  # of a signal's handler, when the lock was given back
         if is_met:
             give_back(inbox, message, work.order)
@@ -135,18 +135,13 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     if reader.fence is not None:
         reader.fence()
     words = reader.words
-    _, head_at, start, stretch = reader.place
+    _, head_at, start = reader.place
     found = words[head_at]
     tag = message.tag
     if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
     nbytes = message.nbytes
-    is_long = nbytes > SLOT_DATA_BYTES
-    if is_long:  # copied once, from where it is; until it has been read as a whole the array may hold anything
-        message.data.reshape(-1).view(np.uint8)[:] = np.frombuffer(reader.memory, np.uint8, nbytes, stretch)
-        data = b""
-    else:
-        data = reader.memory[start : start + nbytes]
+    data = reader.memory[start : start + nbytes]
     if reader.fence is not None:
         reader.fence()
     if reader.number != number:  # a signal's handler has received it
@@ -158,8 +153,6 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     if tag < 0:
         message.tag = found >> _TAG_SHIFT
     message.src = reader.src
-    if is_long:
-        return True
     try:
         _WRITE[nbytes](message.data, 0, data)
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it
@@ -169,4 +162,33 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
         if is_interruption(error):
             raise
         return False
+    return True
+
+
+def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
+    """The same where the data do not lie in the slot: they are copied once, from where they are.
+
+    Until all is read the array may hold anything, for somebody waits for it.
+    """
+    number = reader.number
+    if reader.fence is not None:
+        reader.fence()
+    words = reader.words
+    found = words[reader.place[1]]
+    tag = message.tag
+    if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
+        return False
+    array = message.data if message.data.ndim == 1 else message.data.reshape(-1)
+    array.view(np.uint8)[:] = reader.long_data(message.nbytes)
+    if reader.fence is not None:
+        reader.fence()
+    if reader.number != number:  # a signal's handler has received it
+        return False
+    # No call from here on.
+    words[READ_AT] = number
+    reader.number = number = number + 1
+    reader.place = reader.places[number & SLOTS - 1]
+    if tag < 0:
+        message.tag = found >> _TAG_SHIFT
+    message.src = reader.src
     return True
