@@ -12,7 +12,7 @@ from mpdist.comm.staged_messages import receive_on_device, send_from_device
 from mpdist.comm.wildcards import ANY_SOURCE, ANY_TAG, Source, Tag
 from mpdist.errors import ClosedError, UsageError
 from mpdist.memory import BY_DTYPE, HOST, as_buffer, overlap
-from mpdist.progress.fastbox import BOX_BYTES, KEPT_FREE, SLOT_DATA_BYTES, put
+from mpdist.progress.fastbox import BOX_BYTES, SLOT_DATA_BYTES, put
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.mailbox import ANY
 from mpdist.progress.pickling import encode
@@ -59,8 +59,7 @@ class PointToPoint(Operations):
             if nbytes <= BOX_BYTES:
                 opened = channel.opened
                 if dst in opened:
-                    kept_free = 0 if nbytes <= SLOT_DATA_BYTES else KEPT_FREE
-                    sent = put(channel, opened[dst], x, nbytes, wire_tag, kept_free)
+                    sent = put(channel, opened[dst], x, nbytes, wire_tag, nbytes > SLOT_DATA_BYTES)
                     if sent is not None:
                         return sent
                 elif channel.fastboxes.opens(dst):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpdist.progress.inbox import Inbox
     from mpdist.transport.requests import Request
 
-# A larger array may get a small one, too: its receive looks once in so many probes, as a mask of their number.
+# An array too long for boxes may get a small message: its receive looks once in so many probes, a mask of their number.
 PROBES_BETWEEN = 7
 
 

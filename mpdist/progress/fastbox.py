@@ -3,7 +3,8 @@
 A call of MPI takes longer than Python to copy a few bytes. When some small arrays have gone
 to a member by MPI, their sender takes a page of its arena for those that follow, and tells
 the member where. An entry is the data, a head that says what they are, and last its number.
-Data that are too long for the page lie behind it, in one of a few stretches that take turns.
+Data too long for that lie in one of a few stretches elsewhere, which take turns; then the entry
+says where. They are taken when the first such array comes.
 
 Nothing overtakes. A box is open or shut; whoever sends to the member by MPI, because the array
 is large or the box full, shuts it, and all goes by MPI. It opens again when small arrays
@@ -29,33 +30,35 @@ if TYPE_CHECKING:
 
     from mpdist.memory.arena import Block
     from mpdist.progress.channel import Channel
+    from mpdist.transport.neighbours import Neighbours
     from mpdist.transport.requests import Request
 
 # A page in all, of one direction between two members.
 SLOTS = 16
 SLOT_BYTES = 256
 HEAD_BYTES = 16
-BLOCK_BYTES = SLOTS * SLOT_BYTES
+PAGE_BYTES = SLOTS * SLOT_BYTES
 LINE_BYTES = 64
 SLOT_DATA_BYTES = SLOT_BYTES - HEAD_BYTES - LINE_BYTES
 """The largest array that lies in its slot."""
 
-# Behind the page. A longer array takes MPI about as long, for which both copies are nothing new then.
-STRETCHES = 4
+# What is longer still MPI had better copy once, from one process to the other.
 BOX_BYTES = 64 * 1024
 """The largest array that goes this way."""
-ALL_BYTES = BLOCK_BYTES + STRETCHES * BOX_BYTES
-KEPT_FREE = SLOTS - STRETCHES
-"""Of so many slots entries have been read when one may use its stretch again."""
+STRETCHES = 4
+LAST_SLOTS = SLOTS - STRETCHES
+"""An entry may use its stretch when the one so many before it as there are stretches has been read, long or not."""
+# Of all boxes of a rank to which it sends so: memory of 8 MiB.
+BOXES_WITH_STRETCHES = 32
 
 # The first word of an entry is its number: epoch << 32 | how many there are with it, in all epochs.
 EPOCH = 1 << 32
-# The second is its head: wire tag << 8 | bytes
+# The second is its head: wire tag << SIZE_BITS | bytes
 SIZE_BITS = 17
 NOTHING = wire.NOTHING << SIZE_BITS
 
 # The number of the last entry that has been read, or GONE when none will be any more. In a line with nothing else.
-READ_AT = (BLOCK_BYTES - LINE_BYTES) // 8
+READ_AT = (PAGE_BYTES - LINE_BYTES) // 8
 GONE = -1
 
 # So many small arrays go by MPI before a box opens; each time that it is shut twice as many, up to the last.
@@ -64,7 +67,7 @@ OPENS_AFTER_AT_MOST = 64
 _NEVER = 1 << 62
 
 # Of a box whose memory was given back: full for ever.
-_GONE_WORDS = memoryview((GONE).to_bytes(8, "little", signed=True) * (BLOCK_BYTES // 8)).cast("q")
+_GONE_WORDS = memoryview((GONE).to_bytes(8, "little", signed=True) * (PAGE_BYTES // 8)).cast("q")
 
 
 def places(offset: int) -> list[tuple[int, int, int]]:
@@ -73,26 +76,22 @@ def places(offset: int) -> list[tuple[int, int, int]]:
     return [(slot * words, slot * words + 1, offset + slot * SLOT_BYTES + HEAD_BYTES) for slot in range(SLOTS)]
 
 
-def stretches(offset: int) -> list[int]:
-    """Where the data of each slot lie that are too long for it."""
-    return [offset + BLOCK_BYTES + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
-
-
 class Fastbox:
     """What its sender knows of one.
 
     Attributes:
         number: of the last entry.
-        limit: up to this number they may be put, as far as it has looked.
+        limit: up to this number they may be put, as far as it has looked; long ones LAST_SLOTS less.
         began: what the number was when the epoch began.
         peer: the member's rank in the world.
-        words, memory: all of it as words; the arena's memory.
+        words, memory: the page as words; the arena's memory.
+        places, stretches: of each slot, see `places`; where its data lie that are too long for it, if anywhere.
         small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
     """
 
     __slots__ = (
-        "after", "began", "block", "fence", "limit", "memory", "number", "peer", "places", "small", "stretches",
-        "words",
+        "after", "began", "block", "fence", "limit", "long_block", "memory", "number", "peer", "places", "small",
+        "stretches", "words",
     )  # fmt: skip
 
     peer: int
@@ -104,6 +103,8 @@ class Fastbox:
 
     def __init__(self) -> None:
         self.block: Block | None = None
+        self.long_block: Block | None = None
+        self.stretches: list[int] = []
         self.number = self.limit = self.began = self.small = 0
         self.after = OPENS_AFTER
 
@@ -118,30 +119,32 @@ class Fastbox:
         return self.number == self.began or self.words[READ_AT] == self.number
 
 
-def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, kept_free: int = 0) -> Sent | None:
-    """Send a small array, whatever gives it as C-contiguous bytes; None where the box is full.
+def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_long: bool = False) -> Sent | None:
+    """Send a small array, whatever gives it as C-contiguous bytes; None where there is no place for it.
 
     Args:
-        kept_free: 0 for what lies in a slot, else KEPT_FREE.
+        is_long: it does not lie in a slot.
 
     Raises:
         ValueError, BufferError, TypeError: it does not give them; nothing is sent.
     """
+    if is_long and not (box.stretches or channel.fastboxes.take_stretches(box)):
+        return None
     number = box.number
-    if number >= box.limit - kept_free:
+    if number >= (box.limit - LAST_SLOTS if is_long else box.limit):
         box.look()
         number = box.number
-        if number >= box.limit - kept_free:
+        if number >= (box.limit - LAST_SLOTS if is_long else box.limit):
             return None
     # The slot is this entry's. No call since it was looked at; nor is there one until the data are there.
     box.number = number = number + 1
     number_at, head_at, start = box.places[number & SLOTS - 1]
-    if kept_free:
-        start = box.stretches[number & SLOTS - 1]
     words = box.words
     is_there = False
     try:
         words[head_at] = wire_tag << SIZE_BITS | nbytes
+        if is_long:
+            words[head_at + 1] = start = box.stretches[number & SLOTS - 1]
         box.memory[start : start + nbytes] = x
         is_there = True
         if box.fence is not None:
@@ -223,18 +226,30 @@ class Fastboxes:
         channel, shared = self._channel, self._channel.engine.shared
         if shared is None or not shared.has(channel.world_ranks[dst]):
             return False
-        block = shared.arena.allocate(ALL_BYTES)
+        block = shared.arena.allocate(PAGE_BYTES)
         if block is None:
             return False
-        block.bytes()[:BLOCK_BYTES] = 0
+        block.bytes()[:] = 0
         own = channel.world_ranks[channel.rank]
         box.peer = channel.world_ranks[dst]
-        box.words = shared.words(own, block.offset, BLOCK_BYTES // 8)
+        box.words = shared.words(own, block.offset, PAGE_BYTES // 8)
         box.memory = shared.memory(own)
-        box.places, box.stretches = places(block.offset), stretches(block.offset)
+        box.places = places(block.offset)
         box.fence = shared.fence
         box.block = block
         return True
+
+    def take_stretches(self, box: Fastbox) -> bool:
+        """Take memory for long data; False where there is none for them: then they go by MPI."""
+        shared = self._channel.engine.shared
+        assert shared is not None
+        with self._channel.engine.lock:
+            if not box.stretches and box.long_block is None and shared.boxes_with_stretches < BOXES_WITH_STRETCHES:
+                box.long_block = block = shared.arena.allocate(STRETCHES * BOX_BYTES)
+                if block is not None:
+                    shared.boxes_with_stretches += 1
+                    box.stretches = [block.offset + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
+            return bool(box.stretches)
 
     def shut(self, dst: int) -> None:
         """A message has gone by MPI to this member, whose box was open; it may be called again."""
@@ -260,10 +275,17 @@ class Fastboxes:
         self.end()
         shared = self._channel.engine.shared
         for box in self._known():
-            if shared is not None and box.words[READ_AT] != GONE:
-                assert box.block is not None
-                shared.kept.append(box.block)
+            if shared is not None:
+                self._keep(box, shared)
             # No call between these: another thread may be about to put something there, and finds it full.
             box.limit = 0
             box.words = _GONE_WORDS
         self._boxes.clear()
+
+    def _keep(self, box: Fastbox, shared: Neighbours) -> None:
+        """Leave what its receiver may look at to it: the page, and the data of entries that it has not read."""
+        shared.boxes_with_stretches -= bool(box.stretches)
+        if box.words[READ_AT] == GONE:
+            return
+        blocks = [box.block] if box.is_read() else [box.block, box.long_block]
+        shared.kept += [block for block in blocks if block is not None]

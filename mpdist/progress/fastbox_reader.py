@@ -10,14 +10,13 @@ from mpdist.memory import BY_CODE
 from mpdist.memory.elements import Array
 from mpdist.progress import wire
 from mpdist.progress.fastbox import (
-    BLOCK_BYTES,
     BOX_BYTES,
+    PAGE_BYTES,
     READ_AT,
     SIZE_BITS,
     SLOT_DATA_BYTES,
     SLOTS,
     places,
-    stretches,
 )
 from mpdist.progress.message import Incoming, Message
 
@@ -41,13 +40,13 @@ class FastboxReader:
         number: of the next entry; one of a later epoch has another.
         place: of its slot.
         looks: as often is looked for the next one by who asks for it, before its receive is posted.
-        stretches: where the data of each slot lie that are too long for it.
+        stretches: where data lay that are too long for a slot, by their offsets.
     """
 
     __slots__ = ("fence", "looks", "memory", "number", "place", "places", "src", "stretches", "words")
 
     memory: mmap
-    stretches: list[Array]
+    stretches: dict[int, Array]
     fence: Callable[[], object] | None
 
     def __init__(self, src: int, words: memoryview[int], offset: int) -> None:
@@ -62,9 +61,12 @@ class FastboxReader:
         """Whether there is an entry that may be read."""
         return self.words[self.place[0]] == self.number
 
-    def long_data(self, nbytes: int) -> Array:
-        """Those of the entry that is there, where they do not lie in its slot."""
-        return self.stretches[self.number & SLOTS - 1][:nbytes]
+    def long_data(self, offset: int, nbytes: int) -> Array:
+        """Those that do not lie in a slot."""
+        stretch = self.stretches.get(offset)
+        if stretch is None:
+            self.stretches[offset] = stretch = np.frombuffer(self.memory, np.uint8, BOX_BYTES, offset)
+        return stretch[:nbytes]
 
     def pass_on(self, inbox: Inbox) -> Incoming | None:
         """Read the entry that is there; None if its sender could not fill it, or a signal's handler has received it.
@@ -78,7 +80,7 @@ class FastboxReader:
         head = self.words[head_at]
         nbytes = head & _SIZE_MASK
         is_long = nbytes > SLOT_DATA_BYTES
-        data = self.long_data(nbytes).tobytes() if is_long else self.memory[start : start + nbytes]
+        data = self.long_data(self.words[head_at + 1], nbytes) if is_long else self.memory[start : start + nbytes]
         incoming = incoming_of(self.src, head, data)
         if self.fence is not None:
             self.fence()
@@ -92,8 +94,8 @@ class FastboxReader:
         return incoming
 
 
-def incoming_of(src: int, head: int, data: bytes) -> Incoming | None:
-    """The message of an entry, with data of its own; None for one that its sender could not fill."""
+def incoming_of(src: int, head: int, data: bytes | Array) -> Incoming | None:
+    """The message of an entry, with a copy of these data, all of its own; None for one that could not be filled."""
     wire_tag = head >> SIZE_BITS
     code = wire_tag & wire.CODE_MASK
     if code == wire.NOTHING:
@@ -109,12 +111,12 @@ def incoming_of(src: int, head: int, data: bytes) -> Incoming | None:
 
 def reader_of(shared: Neighbours, src: int, world_rank: int, offset: int) -> FastboxReader:
     """Of the box that lies there in the arena of that rank of the world, which is `src` in the communicator."""
-    reader = FastboxReader(src, shared.words(world_rank, offset, BLOCK_BYTES // 8), offset)
+    reader = FastboxReader(src, shared.words(world_rank, offset, PAGE_BYTES // 8), offset)
     reader.memory = shared.memory(world_rank)
-    reader.stretches = [shared.array(world_rank, start, BOX_BYTES, np.uint8) for start in stretches(offset)]
+    reader.stretches = {}
     reader.fence = shared.fence
     return reader
 
 
-NO_READER = FastboxReader(-1, memoryview(bytes(BLOCK_BYTES)).cast("q"), 0)
+NO_READER = FastboxReader(-1, memoryview(bytes(PAGE_BYTES)).cast("q"), 0)
 """Of a box in which never is anything."""

@@ -168,21 +168,31 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
 def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
     """The same where the data do not lie in the slot: they are copied once, from where they are.
 
-    Until all is read the array may hold anything, for somebody waits for it.
+    During the copy other threads run, who find the Engine's lock taken. What is interrupted within it has written into
+    the array, and the message stays where it is.
     """
     number = reader.number
     if reader.fence is not None:
         reader.fence()
     words = reader.words
-    found = words[reader.place[1]]
+    head_at = reader.place[1]
+    found = words[head_at]
     tag = message.tag
     if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
-    array = message.data if message.data.ndim == 1 else message.data.reshape(-1)
-    array.view(np.uint8)[:] = reader.long_data(message.nbytes)
+    data = reader.long_data(words[head_at + 1], message.nbytes)
+    try:
+        array = message.data.reshape(-1).view(np.uint8)
+        if reader.number != number:  # a signal's handler has received it
+            return False
+        array[:] = data
+    except BaseException as error:
+        if is_interruption(error):
+            raise
+        return False  # the array takes nothing; the general way says why
     if reader.fence is not None:
         reader.fence()
-    if reader.number != number:  # a signal's handler has received it
+    if reader.number != number:
         return False
     # No call from here on.
     words[READ_AT] = number

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import message_credit
-from mpdist.progress.fastbox import BOX_BYTES, KEPT_FREE, SLOT_DATA_BYTES, put
+from mpdist.progress.fastbox import BOX_BYTES, SLOT_DATA_BYTES, put
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.pickling import decode
@@ -41,8 +41,8 @@ def send(channel: Channel, buffer: Buffer, dst: int, tag: int) -> Work[None]:
     if nbytes <= BOX_BYTES and (dst in channel.opened or channel.fastboxes.opens(dst)):
         box = channel.opened.get(dst)  # another thread may have shut it
         wire_tag = wire.wire_tag(tag, buffer.element.code)
-        kept_free = KEPT_FREE if nbytes > SLOT_DATA_BYTES else 0
-        sent = None if box is None else put(channel, box, buffer.array().view("u1"), nbytes, wire_tag, kept_free)
+        is_long = nbytes > SLOT_DATA_BYTES
+        sent = None if box is None else put(channel, box, buffer.array().view("u1"), nbytes, wire_tag, is_long)
         if sent is not None:
             return sent
     memory = buffer.exporter

@@ -46,9 +46,11 @@ class Neighbours:
         fence: orders the memory accesses before it against those after it; None where the processor does.
         reach: the others' private memory; None where the kernel keeps it private.
         notices: what ranks offer each other; None where there was no memory for it.
+        boxes_with_stretches: fastboxes of this rank with memory for long data.
     """
 
     notices: Notices | None = None
+    boxes_with_stretches = 0
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from mpdist.progress import wire
 from mpdist.progress.doorbell import ASLEEP
 from mpdist.progress.fastbox import (
     BOX_BYTES,
+    BOXES_WITH_STRETCHES,
     EPOCH,
     OPENS_AFTER,
     OPENS_AFTER_AT_MOST,
@@ -632,7 +633,9 @@ async def test_closing_gives_the_memory_back_and_lists_what_nobody_received(comm
     for turn in range(12):
         async with comm.dup() as other:
             await open_box(other)
-            await other.send(np.arange(3), after(other), 5)
+            for length in (LONG, 3):
+                await other.send(np.arange(length), after(other), 5)
+            await other.recv(src=before(other), tag=5)
             if turn % 2:
                 await other.recv(src=before(other), tag=5)
             channel = other._channel
@@ -730,6 +733,71 @@ async def test_a_full_arena_leaves_all_to_mpi(comm: Communicator, monkeypatch: p
         await comm.send(np.array([number]), after(comm))
         assert (await comm.recv(np.zeros(1, int), before(comm))).data[0] == number
     assert not comm._channel.opened
+
+
+@pytest.mark.parametrize("why", ["no memory", "too many"])
+async def test_without_memory_for_long_arrays_mpi_has_them(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Small ones between them have their box, when it has opened again."""
+    await open_box(comm)
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    if why == "no memory":
+        monkeypatch.setattr(shared.arena, "allocate", lambda *_: None)
+    else:
+        monkeypatch.setattr(shared, "boxes_with_stretches", BOXES_WITH_STRETCHES)
+    box = box_to(comm, after(comm))
+    put = 0
+    for number in range(3 * OPENS_AFTER_AT_MOST):
+        before_it = box.number & EPOCH - 1
+        length = 1 if number % OPENS_AFTER_AT_MOST else LONG
+        await comm.send(np.full(length, number), after(comm))
+        put += (box.number & EPOCH - 1) - before_it
+        assert length == 1 or (box.number & EPOCH - 1) == before_it
+        assert (await comm.recv(np.zeros(length, int), before(comm))).data[0] == number
+    assert put > OPENS_AFTER_AT_MOST
+    assert box.stretches == []
+
+
+async def test_memory_for_long_arrays_is_taken_when_the_first_comes_and_given_back(comm: Communicator) -> None:
+    shared = comm._channel.engine.shared
+    assert shared is not None
+    count = shared.boxes_with_stretches
+    async with comm.dup() as other:
+        await open_box(other)
+        assert shared.boxes_with_stretches == count
+        assert box_to(other, after(other)).long_block is None
+        for _ in range(3 * STRETCHES):
+            await other.send(np.zeros(LONG), after(other))
+            await other.recv(src=before(other))
+        assert shared.boxes_with_stretches == count + 1
+    assert shared.boxes_with_stretches == count
+    kept = len(shared.kept)
+    other = await comm.dup()
+    await open_box(other)
+    for _ in range(2):
+        await other.send(np.zeros(LONG), after(other))
+    await other.recv(src=before(other))
+    comm._channel.transport.comm.Barrier()
+    blocks = [box_to(other, after(other)).block, box_to(other, after(other)).long_block]
+    other._channel.close("left")  # as where the ranks do not come to its end together: one array is not read
+    comm._channel.transport.comm.Barrier()
+    assert shared.kept[kept:] == blocks
+
+
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_an_array_that_takes_nothing_any_more_leaves_the_message_where_it_is(
+    comm: Communicator, length: int
+) -> None:
+    await open_box(comm)
+    x = np.zeros(length)
+    work = comm.recv(x, before(comm))
+    x.flags.writeable = False
+    await comm.send(np.full(length, 5.0), after(comm))
+    with pytest.raises(mpdist.UnsupportedBuffer, match="read-only"):
+        await work
+    assert (await comm.recv(np.zeros(length), before(comm))).data.tolist() == [5.0] * length
 
 
 # ---------------------------------------------------------------------- interruptions
