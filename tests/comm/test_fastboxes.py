@@ -794,6 +794,7 @@ async def test_an_array_that_takes_nothing_any_more_leaves_the_message_where_it_
     x = np.zeros(length)
     work = comm.recv(x, before(comm))
     x.flags.writeable = False
+    comm._channel.transport.comm.Barrier()
     await comm.send(np.full(length, 5.0), after(comm))
     with pytest.raises(mpdist.UnsupportedBuffer, match="read-only"):
         await work
