@@ -6,9 +6,10 @@ starts itself on 2 ranks, several times, and prints the worst of the medians. Ea
 rank computes with one thread. All sides hold the same model and take turns, one
 step each in every round; a step's time is that of the slower rank. `exposed` is a
 step's time less that of a step with a barrier in the place of averaging, taken
-within the same round. `bare` averages large gradients by what that cannot do without,
-see `BareAveraging`. With MPDIST_FAKECLUSTER naming a program that makes several
-hosts on one machine, also how much of the communication is hidden between 2 hosts.
+within the same round. `bare` copies gradients together and sums them, and does
+nothing else, see `BareAveraging`; mpdist copies none of large linear layers. With
+MPDIST_FAKECLUSTER naming a program that makes several hosts on one machine, also
+how much of the communication is hidden between 2 hosts.
 """
 
 from __future__ import annotations
