@@ -249,7 +249,7 @@ class Fastboxes:
                 if block is not None:
                     shared.boxes_with_stretches += 1
                     box.stretches = [block.offset + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
-            return bool(box.stretches)
+        return bool(box.stretches)
 
     def shut(self, dst: int) -> None:
         """A message has gone by MPI to this member, whose box was open; it may be called again."""

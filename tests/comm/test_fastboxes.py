@@ -237,7 +237,9 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
     if comm.rank:
         while 0 not in comm._channel.opened:
             await comm.send(np.array([0]), 0, 1)
-        comm._channel.transport.comm.Barrier()
+        while not box_to(comm, 0).is_read():
+            pass
+        comm._channel.transport.comm.Ibarrier().Wait()
         for _ in range(SLOTS - 1):
             await comm.send(np.array([0]), 0)
         large = comm.send(np.zeros(LARGE), 0) if comm.rank == 2 else None
@@ -245,9 +247,9 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
         if large is not None:
             await large
         return
-    while len(comm._channel.inbox.boxes) < 2 or any(reader.has_one() for reader in comm._channel.inbox.readers):
+    all_are_read = comm._channel.transport.comm.Ibarrier()
+    while not all_are_read.Test():
         comm._channel.inbox.take_in()
-    comm._channel.transport.comm.Barrier()
     comm._channel.transport.comm.Barrier()
     got = []
     while len(got) < 2 * SLOTS - 1:
