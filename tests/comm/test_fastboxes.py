@@ -240,6 +240,7 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
         while not box_to(comm, 0).is_read():
             pass
         comm._channel.transport.comm.Ibarrier().Wait()
+        comm._channel.transport.comm.Barrier()  # rank 0 takes in no more
         for _ in range(SLOTS - 1):
             await comm.send(np.array([0]), 0)
         large = comm.send(np.zeros(LARGE), 0) if comm.rank == 2 else None
@@ -250,6 +251,7 @@ async def test_from_any_rank_means_from_each_in_turn(comm: Communicator) -> None
     all_are_read = comm._channel.transport.comm.Ibarrier()
     while not all_are_read.Test():
         comm._channel.inbox.take_in()
+    comm._channel.transport.comm.Barrier()
     comm._channel.transport.comm.Barrier()
     got = []
     while len(got) < 2 * SLOTS - 1:
