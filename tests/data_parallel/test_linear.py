@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,6 +37,19 @@ def placed(model: DistributedDataParallel) -> list[bool]:
     return [slot.is_placed for slot in model.reducer.slots]
 
 
+def means(comm: Communicator, loss: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Of the gradients that each rank has without the wrapper."""
+    owners = list(parameters)
+    for parameter in owners:
+        parameter.grad = None
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in owners]
+    for parameter, gradient in zip(owners, gradients, strict=True):
+        parameter.grad = None
+        comm.all_reduce(gradient, op="avg").wait()
+    return gradients
+
+
 def check(
     comm: Communicator,
     net: nn.Module,
@@ -53,11 +66,7 @@ def check(
     with wrapped(net, comm) as model:
         for number in range(4):
             batch = make(number)
-            loss(net, batch).backward()
-            expected = [parameter.grad.clone() for parameter in parameters]
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
-            net.zero_grad()
+            expected = means(comm, loss(net, batch), parameters)
             with forward():
                 made = loss(model, batch)
             made.backward()
@@ -239,9 +248,7 @@ def test_weight_that_something_else_uses(comm: Communicator, loss: Loss) -> None
     with wrapped(net, comm) as model:
         for number in range(4):
             x = inputs(comm, number, (4, 6), torch.float64)
-            expected = list(torch.autograd.grad(loss(net, x), list(net.parameters())))
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
+            expected = means(comm, loss(net, x), net.parameters())
             model.zero_grad()
             loss(model, x).backward()
             assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-11)
@@ -254,9 +261,7 @@ def test_backward_that_breaks_off_leaves_nothing_behind(comm: Communicator) -> N
     with wrapped(net, comm) as model:
         for number in range(5):
             x = inputs(comm, number, (4, 6), torch.float64).requires_grad_()
-            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
+            expected = means(comm, loss_of(net, x), net.parameters())
             model.zero_grad()
             if number == 2:
                 handle = net[0].register_forward_hook(lambda module, arguments, output: Breaks.apply(output))
@@ -342,9 +347,7 @@ def test_derivatives_of_derivatives(comm: Communicator) -> None:
     with wrapped(net, comm) as model:
         for number in range(3):
             x = inputs(comm, number, (4, 6), torch.float64)
-            expected = list(torch.autograd.grad(loss(net, x), list(net.parameters())))
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
+            expected = means(comm, loss(net, x), net.parameters())
             model.zero_grad()
             loss(model, x).backward()
             assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-10)
@@ -578,9 +581,7 @@ def test_copies_that_are_made_within_forward(comm: Communicator, copied: Callabl
     with wrapped(net, comm) as model:
         for number in range(4):
             x = inputs(comm, number, (4, 6), torch.float64)
-            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
+            expected = means(comm, loss_of(net, x), net.parameters())
             model.zero_grad()
             loss_of(model, x).backward()
             assert_equal([parameter.grad for parameter in net.parameters()], expected)
@@ -599,9 +600,7 @@ def test_a_layer_that_gets_another_class_computes_by_that(comm: Communicator) ->
             if number == 2:
                 net[0].__class__ = Doubled
             x = inputs(comm, number, (4, 6), torch.float64)
-            expected = list(torch.autograd.grad(loss_of(net, x), list(net.parameters())))
-            for gradient in expected:
-                comm.all_reduce(gradient, op="avg").wait()
+            expected = means(comm, loss_of(net, x), net.parameters())
             model.zero_grad()
             loss_of(model, x).backward()
             assert_equal([parameter.grad for parameter in net.parameters()], expected)
