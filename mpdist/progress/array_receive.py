@@ -22,6 +22,7 @@ from mpdist.progress.received import take, take_long
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from mpdist.progress.fastbox_reader import FastboxReader
     from mpdist.progress.inbox import Inbox
     from mpdist.transport.requests import Request
 
@@ -156,6 +157,28 @@ class ArrayReceive(Receive):
                     inbox.arrived(handle)
             raise
 
+    def accept_entry(self, reader: FastboxReader) -> bool:
+        nbytes = self._nbytes
+        if nbytes > BOX_BYTES or (self.src != reader.src and self.src >= 0):
+            return False
+        engine = self._channel.engine
+        inbox = self._channel.inbox
+        element = self._element
+        message = Message(self._x, self.src, self.tag, nbytes // element.itemsize, nbytes, element)
+        order = -inbox.box.next_order()
+        take_it = take if nbytes <= SLOT_DATA_BYTES else take_long
+        if not take_it(inbox, reader, message, element.code << SIZE_BITS | nbytes):
+            return False
+        # No call between these.
+        inbox.box.sole = None
+        inbox.box.receives = 0
+        self.order = order
+        self._result = message
+        self._done = True
+        if self._callbacks is not None:
+            engine.finished += (self,)
+        return True
+
     def _meet_small(self, inbox: Inbox) -> bool:
         """Look for a moment into the fastboxes; whether that is the end of its looking, for whatever reason."""
         src = self.src
@@ -232,6 +255,11 @@ class ArrayReceive(Receive):
         message = self._result
         self._incoming = incoming = Incoming(None, message.src, message.tag, self._element.code, self._nbytes)
         return incoming
+
+    def _give_back(self, message: Message) -> None:
+        if self._incoming is None:  # it was an entry
+            self._incoming = Incoming(None, message.src, message.tag, self._element.code, self._nbytes)
+        super()._give_back(message)
 
     def _announce(self) -> None:
         engine = self._channel.engine

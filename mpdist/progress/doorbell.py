@@ -147,7 +147,7 @@ class DatagramDoorbell(Doorbell):
         self._sockets = sockets
         self._addresses = addresses
         self._rung_at = [0.0] * len(addresses)
-        self._poller = select.epoll() if hasattr(select, "epoll") else None
+        self._poller = select.epoll() if len(sockets) > 1 and hasattr(select, "epoll") else None
         if self._poller is not None:
             for each in sockets:
                 self._poller.register(each, select.EPOLLIN)

@@ -128,6 +128,10 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_l
     Raises:
         ValueError, BufferError, TypeError: it does not give them; nothing is sent.
     """
+    engine = channel.engine
+    is_rung = channel.flags[box.peer]
+    if is_rung:  # waking takes much longer than putting it there
+        engine.doorbell.ring(box.peer)
     if is_long and not (box.stretches or channel.fastboxes.take_stretches(box)):
         return None
     number = box.number
@@ -155,9 +159,10 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_l
             if box.fence is not None:
                 box.fence()
         words[number_at] = number
-    engine = channel.engine
-    if channel.flags[box.peer]:
+    if channel.flags[box.peer]:  # it may have fallen asleep meanwhile
         engine.doorbell.ring(box.peer)
+        is_rung = True
+    if is_rung:
         engine.doorbell.give_way()
     engine.credit -= 1
     sent = Sent() if engine.credit > 0 else SentAndTurn()

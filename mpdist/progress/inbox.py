@@ -316,7 +316,7 @@ class Inbox:
         for _ in range(len(readers)):
             reader = readers[0]
             readers.rotate(-1)
-            if reader.has_one():
+            if reader.words[reader.place[0]] == reader.number:  # has_one
                 self._read_in_a_row += 1
                 return reader
         return None
@@ -336,6 +336,9 @@ class Inbox:
     def read(self, reader: FastboxReader) -> None:
         """Deliver the entry that is there."""
         self.engine.credit -= 1
+        sole = self.box.sole
+        if sole is not None and (sole.accept_entry(reader) or not reader.has_one()):
+            return
         try:
             incoming = reader.pass_on(self)
             if incoming is not None:

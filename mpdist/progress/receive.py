@@ -24,6 +24,7 @@ from mpdist.progress.unbegun import Wrapped
 
 if TYPE_CHECKING:
     from mpdist.progress.channel import Channel
+    from mpdist.progress.fastbox_reader import FastboxReader
     from mpdist.transport.requests import Request
 
 # Up to this size a matched message has arrived with its envelope on both MPIs, so that MPI's blocking call only copies.
@@ -86,6 +87,13 @@ class Receive(Wrapped[Message]):
             self._receive_now(incoming, room)
             return True
         return self._start_transfer(incoming)
+
+    def accept_entry(self, reader: FastboxReader) -> bool:
+        """The same of what lies there in a fastbox, while it waits alone; False if it does not fit, or another way is.
+
+        Under the Engine's lock.
+        """
+        return False
 
     def fits(self, incoming: Incoming) -> bool:
         """Compare type and size; where they differ this Work has failed."""

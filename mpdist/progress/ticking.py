@@ -163,24 +163,31 @@ class Ticking:
         self._next = None
         try:
             if self.is_asleep:
-                self._wake_up()
+                engine.doorbell.sleep()  # another thread's nap has ended that
             engine.credit = TURN_CREDIT
             now = monotonic()
             if engine.drive():
                 self._last_move = now
             if engine.is_idle():
+                if self.is_asleep:
+                    self._wake_up()
                 self.is_on = False
                 if engine.is_idle():
                     return
                 self.is_on = True  # another thread has posted between the look and the end, and found it on
             delay = engine.backoff.delay(now - self._last_move, bool(engine.active))
             if delay == 0.0:
+                if self.is_asleep:
+                    self._wake_up()
                 if not self.has_yielded:
                     os.sched_yield()
                 self.has_yielded = False
                 self._next = loop.call_soon(self._tick)
                 return
-            self._sleep(loop, delay)
+            if self.is_asleep:
+                self._next = loop.call_later(delay, self._tick)
+            else:
+                self._sleep(loop, delay)
         finally:
             if self._next is None and self.is_on:  # a signal's handler has raised
                 self._next = loop.call_soon(self._tick)
@@ -196,17 +203,25 @@ class Ticking:
         self._next = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
-        """A peer has rung. The ring itself is forgotten a turn later: the task that it is for comes first."""
+        """A peer has rung. All that can wait is done a turn later: the task that it is for comes first."""
         if not self.is_asleep:
             self._engine.doorbell.quiet()
             return
-        self._wake_up()
         for _ in range(RUNG_LOOKS):
             if self._engine.drive():
                 break
+        loop = self.loop
+        if loop is None:  # a callback has ended everything
+            return
         self._last_move = monotonic()
         if self._next is not None:
             self._next.cancel()
+        self._next = loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """The first turn after the sleep."""
+        if self.is_asleep:
+            self._wake_up()
         self._tick()
 
     def _wake_up(self) -> None:

@@ -600,6 +600,55 @@ async def test_tasks_that_are_cancelled_before_they_begin_give_the_messages_back
     assert (await comm.recv(np.zeros(1, int), before(comm), 0)).data[0] == 6
 
 
+async def posted_and_come(comm: Communicator, x: np.ndarray, src: int, tag: int, value: int) -> mpdist.Work[Any]:
+    """A receive that was posted before its message lay in the box of the rank before, where that is now; tag 7."""
+    work = comm.recv(x, src, tag)
+    assert not work.done()
+    comm._channel.transport.comm.Barrier()
+    comm.send(np.full(len(x), value), after(comm), 7)  # no await: the loop's turn would take what has come
+    reader = comm._channel.inbox.boxes[before(comm)]
+    while not reader.has_one():
+        pass
+    return work
+
+
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_a_receive_that_waits_gets_what_comes_into_its_array_at_once(comm: Communicator, length: int) -> None:
+    await open_box(comm)
+    for src in (before(comm), ANY_SOURCE):
+        for tag in (7, ANY_TAG):
+            x = np.zeros(length, int)
+            work = await posted_and_come(comm, x, src, tag, comm.rank)
+            assert comm._channel.engine.drive()
+            assert x.tolist() == [before(comm)] * length
+            message = await work
+            assert message.data is x
+            assert (message.src, message.tag, message.count) == (before(comm), 7, length)
+            comm._channel.transport.comm.Barrier()
+
+
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_a_task_that_is_cancelled_when_its_message_has_come_gives_it_back(
+    comm: Communicator, length: int
+) -> None:
+    await open_box(comm)
+    x = np.zeros(length, int)
+    work = await posted_and_come(comm, x, before(comm), 7, 1)
+    task = asyncio.ensure_future(work)
+    assert comm._channel.engine.drive()
+    assert task.cancel()
+    await asyncio.wait([task])
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert work.cancelled()
+    x[:] = -1
+    await comm.send(np.full(length, 2), after(comm), 7)
+    for value in (1, 2):
+        message = await comm.recv(np.zeros(length, int), before(comm))
+        assert (message.data[-1], message.src, message.tag) == (value, before(comm), 7)
+    assert comm._channel.inbox.unclaimed() == []
+
+
 def test_it_can_be_waited_for_without_a_loop(comm: Communicator) -> None:
     for number in range(100):
         sent = comm.send(np.array([number]), after(comm))
@@ -915,6 +964,49 @@ async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_
         while len(got) < 2:
             got.append(int((await comm.recv(src=0).within(10)).data[0]))
         assert got == [2 * number, 2 * number + 1], f"interrupted at place {number}"
+        assert comm._channel.inbox.unclaimed() == []
+        await comm.send(np.array([int(interruptions.left < 0)]), 0)
+        if interruptions.left >= 0:
+            break
+    assert number > 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_handler")
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_no_message_is_lost_wherever_the_look_is_interrupted_that_finds_it(
+    comm: Communicator, length: int
+) -> None:
+    """A receive waits for it. It gets it, now or at a later look, and the next one what comes after."""
+    await open_box(comm)
+    files = ("array_receive", "received", "fastbox_reader", "message", "inbox", "mailbox")
+    for number in counting():
+        if comm.rank == 0:
+            await comm.recv(src=1)
+            await comm.send(np.full(length, 2 * number), 1)
+            await comm.send(np.full(length, 2 * number + 1), 1)
+            if not (await comm.recv(src=1)).data[0]:
+                break
+            continue
+        x = np.zeros(length, int)
+        work = comm.recv(x, 0)
+        await comm.send(np.array([1]), 0)
+        reader = comm._channel.inbox.boxes[0]
+        while not reader.has_one():
+            pass
+        calls: list[Any] = []
+        work.add_done_callback(calls.append)
+        interruptions = Interruptions(number, "progress", files)
+        try:
+            with interruptions:
+                comm._channel.engine.drive()
+        except Interrupted:
+            pass
+        assert (await work).data is x
+        assert x.tolist() == [2 * number] * length, f"interrupted at place {number}"
+        assert (await comm.recv(src=0).within(10)).data.tolist() == [2 * number + 1] * length
+        await asyncio.sleep(0)
+        assert calls == [work], f"interrupted at place {number}"
         assert comm._channel.inbox.unclaimed() == []
         await comm.send(np.array([int(interruptions.left < 0)]), 0)
         if interruptions.left >= 0:
