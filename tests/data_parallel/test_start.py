@@ -36,10 +36,14 @@ def test_parameters_and_buffers_are_those_of_rank_0(comm: Communicator) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_the_process_keeps_the_memory_that_it_frees(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_first_step_on_the_process_keeps_the_memory_that_it_frees(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[int] = []
-    monkeypatch.setattr("mpdist.torch.data_parallel.module.keep_freed", kept.append)
-    with wrapped(nn.Linear(2, 2), comm):
+    monkeypatch.setattr("mpdist.torch.data_parallel.reducer.keep_freed", kept.append)
+    with wrapped(nn.Linear(2, 2), comm) as model:
+        assert not kept
+        model(torch.ones(1, 2)).sum().backward()
         assert kept == [1024 * 1024**2]
 
 

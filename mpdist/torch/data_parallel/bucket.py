@@ -11,6 +11,7 @@ To communication hooks it looks like torch's GradBucket, which has no constructo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,19 +62,21 @@ class Bucket:
         """Take memory for gradients that begin at these elements, the last of which is their end; see `starts_of`."""
         self.slots = list(slots)
         self.flat = flat
-        self.flat.zero_()  # the gaps
         self.dtype = flat.dtype
         # A hook may resize what it gets (batched PowerSGD does), which a part of something larger can't.
         self._gradients = flat if flat.numel() == starts[-1] else flat[: starts[-1]]
         self._hooks_own: Tensor | None = None  # what the hook has put in its place
         self.tail = self.flat[starts[-1] :]
         self._starts = starts
-        self._views = [_view(flat, start, slot.parameter) for slot, start in zip(slots, starts, strict=False)]
+        self._views = [view_of(flat, start, slot.parameter) for slot, start in zip(slots, starts, strict=False)]
         self._places = [view.data_ptr() for view in self._views]
+        with torch.no_grad():
+            for slot, (start, end) in zip(self.slots, pairwise(starts), strict=True):
+                flat[start + slot.parameter.numel() : end].zero_()  # what lies in the place may be a gradient
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.bucket = self
             slot.view = view
-            slot.is_large = slot.parameter.is_cpu and slot.parameter.numel() >= LARGE_COUNT
+            slot.is_large = is_large(slot.parameter)
         self.nbytes = self.flat.numel() * self.flat.itemsize
         self.missing = len(self.slots)
         self.work: Work[Any] | None = None
@@ -111,7 +114,7 @@ class Bucket:
             if self._views[position].data_ptr() == place:
                 continue
             with torch.enable_grad():
-                view = _view(self.flat, self._starts[position], slot.parameter)
+                view = view_of(self.flat, self._starts[position], slot.parameter)
             # Where a hook has resized the memory the place is a new one.
             self._views[position], self._places[position] = view, view.data_ptr()
             # Buckets of before, too, take part in a change of them, and their slots have other views.
@@ -254,7 +257,7 @@ class Bucket:
         own = self._hooks_own
         if own is None:
             return list(self._views)
-        return [_view(own, start, slot.parameter) for slot, start in zip(self.slots, self._starts, strict=False)]
+        return [view_of(own, start, slot.parameter) for slot, start in zip(self.slots, self._starts, strict=False)]
 
     def parameters(self) -> list[Tensor]:
         return [slot.parameter for slot in self.slots]
@@ -264,13 +267,24 @@ class Bucket:
         return f"<Bucket {self._index} of {len(self.slots)} gradients, {self.nbytes} bytes, {state}>"
 
 
+def is_large(parameter: Tensor) -> bool:
+    """Whether its gradient goes to its place as soon as it is there."""
+    return parameter.is_cpu and parameter.numel() >= LARGE_COUNT
+
+
 def starts_of(slots: Sequence[Slot]) -> list[int]:
     """The element at which each gradient of a bucket begins, and where the last one ends."""
-    unit = ALIGNED_BYTES // slots[0].parameter.itemsize
+    dtype = slots[0].parameter.dtype
     starts = [0]
     for slot in slots:
-        starts.append(-(-(starts[-1] + slot.parameter.numel()) // unit) * unit)
+        starts.append(aligned(starts[-1] + slot.parameter.numel(), dtype))
     return starts
+
+
+def aligned(count: int, dtype: torch.dtype) -> int:
+    """So many elements, up to where the next gradient may begin."""
+    unit = ALIGNED_BYTES // dtype.itemsize
+    return -(-count // unit) * unit
 
 
 @torch.enable_grad()  # as the views in it
@@ -284,8 +298,7 @@ def rooms(comm: Communicator, wanted: Sequence[tuple[int, torch.dtype]], device:
     ends: dict[torch.dtype, int] = {}
     spans = []
     for count, dtype in wanted:
-        unit = ALIGNED_BYTES // dtype.itemsize
-        start = -(-ends.get(dtype, 0) // unit) * unit
+        start = aligned(ends.get(dtype, 0), dtype)
         ends[dtype] = start + count
         spans.append((dtype, start, count))
     whole = {dtype: empty(comm, count, dtype, device) for dtype, count in ends.items()}
@@ -316,7 +329,7 @@ def _explained(slot: Slot) -> UsageError:
     )
 
 
-def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
+def view_of(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     """A part of the bucket in the shape and, where they have no holes, with the strides of the parameter."""
     part = flat[start : start + parameter.numel()]
     if _is_dense(parameter):

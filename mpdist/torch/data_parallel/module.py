@@ -17,7 +17,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpdist.errors import ClosedError, CollectiveMismatch, UsageError
-from mpdist.memory.heap import keep_freed
 from mpdist.torch.compiling import leave_alone, leave_alone_itself
 from mpdist.torch.data_parallel import mistakes, options, placing, start
 from mpdist.torch.data_parallel.bucket import Bucket
@@ -127,7 +126,6 @@ class DistributedDataParallel(TorchDataParallel):
         self.parameters_to_ignore = ignored
         self.process_group = process_group  # type: ignore[assignment]  # None where there is only a communicator
         self.comm = own_communicator(comm, process_group)
-        keep_freed(self.comm._channel.engine.keep_bytes)
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph

@@ -24,6 +24,7 @@ from mpdist.torch.data_parallel.notes import Notes
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.first import First
     from mpdist.torch.data_parallel.slot import Slot
 
 # Types whose sums hold the notes.
@@ -87,6 +88,7 @@ def make_buckets(
     asked: int | None,
     is_hooked: bool,
     make: type[Bucket] = Bucket,
+    first: First | None = None,
 ) -> tuple[list[Bucket], Notes, torch.Tensor | None]:
     """The buckets in their order, the notes, and the memory of the notes where they are a message of their own."""
     dense = [index for index in agreement.order if not slots[index].is_sparse]
@@ -107,7 +109,7 @@ def make_buckets(
     if is_hooked:  # only torch's own memory can be resized, as a hook may do
         flats = [torch.empty(count, dtype=dtype, device=device) for count, dtype in wanted]
     else:
-        flats = rooms(comm, wanted, device)
+        flats = (first and first.rooms(wanted, members, starts)) or rooms(comm, wanted, device)
     buckets = [make(*each) for each in zip(members, starts, flats, strict=True)]
     for number, bucket in enumerate(buckets):
         bucket.number(number, is_last=number == len(buckets) - 1)

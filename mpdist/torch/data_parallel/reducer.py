@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpdist.errors import ClosedError, MpdistError, WorkTimeout
+from mpdist.memory.heap import keep_freed
 from mpdist.progress.callback import when_done
 from mpdist.torch.backward import end_backward
 from mpdist.torch.compiling import is_backward_compiled, leave_alone
-from mpdist.torch.data_parallel import change, communication_hook, mistakes, outputs, plan, running, sparse
+from mpdist.torch.data_parallel import change, communication_hook, first, mistakes, outputs, plan, running, sparse
 from mpdist.torch.data_parallel.aside import Aside
 from mpdist.torch.data_parallel.bucket import Bucket
 from mpdist.torch.data_parallel.communication_hook import Hook
@@ -101,6 +102,7 @@ class Reducer:
         self._former: change.Former | None = None
         self._own_notes: torch.Tensor | None = None
         self._seen: list[int] = []
+        self._first: first.First | None = None
         self._aside: Aside | None = None
         self.number = next(running.numbers)
         self._started = self._forwards = 0
@@ -224,6 +226,7 @@ class Reducer:
         self.step += 1
         self._is_closing, self._started = False, 0
         self._seen.clear()
+        self._first = None if self.buckets is not None else first.places(self)
         if self.streams is not None:
             self.streams.begin()
         for slot in self.slots:
@@ -257,6 +260,8 @@ class Reducer:
             self._seen.append(slot.index)
             if slot.fired > 1 and not self.unused.is_static:
                 raise mistakes.fired_twice(slot)
+            if self._first is not None:
+                self._first.take(slot)
             return
         if slot.fired != slot.due:
             if slot.fired > slot.due:
@@ -431,8 +436,10 @@ class Reducer:
         change.average_left(self.comm, left_over, self.divisor, self._is_absent)
         self.unused.learn(self.slots, agreement.used, self.contributors, self._is_absent)
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
-            self.comm, self.slots, agreement, self.bucket_bytes, self.hook is not None, self.bucket_type
+            self.comm, self.slots, agreement, self.bucket_bytes, self.hook is not None, self.bucket_type, self._first
         )
+        self._first = None
+        keep_freed(self.comm._channel.engine.keep_bytes)  # not before: a first backward frees what none after it does
         for bucket in self.buckets:
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
 
@@ -456,11 +463,7 @@ class Reducer:
             change.check(self.comm, self._all, changed, self.hook is not None)
         for bucket in self.buckets:
             bucket.leave()
-        sparse_slots = [slot for slot in self.slots if slot.is_sparse]
-        used = self._notes.used() if sparse_slots else []
-        for slot in sparse_slots:
-            if used[slot.index]:
-                sparse.average(self.comm, slot, self.divisor, self._is_absent)
+        sparse.average_all(self.comm, self.slots, self._notes, self.divisor, self._is_absent)
         if not self._is_absent:
             self._compare_forwards(self._notes.forwards())
         self.clock.step_ends(self.buckets, self._notes.seconds())

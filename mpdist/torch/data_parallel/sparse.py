@@ -11,7 +11,10 @@ from mpdist.errors import UsageError
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpdist.comm import Communicator
+    from mpdist.torch.data_parallel.notes import Notes
     from mpdist.torch.data_parallel.slot import Slot
 
 
@@ -22,6 +25,15 @@ def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
         for part in module.modules()
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
     }
+
+
+def average_all(comm: Communicator, slots: Sequence[Slot], notes: Notes, divisor: float, is_absent: bool) -> None:
+    """Average the gradients that are sparse, and that some rank has."""
+    sparse = [slot for slot in slots if slot.is_sparse]
+    used = notes.used() if sparse else []
+    for slot in sparse:
+        if used[slot.index]:
+            average(comm, slot, divisor, is_absent)
 
 
 def average(comm: Communicator, slot: Slot, divisor: float, is_absent: bool) -> None:
