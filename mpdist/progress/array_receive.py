@@ -158,25 +158,20 @@ class ArrayReceive(Receive):
             raise
 
     def accept_entry(self, reader: FastboxReader) -> bool:
-        nbytes = self._nbytes
-        if nbytes > BOX_BYTES or (self.src != reader.src and self.src >= 0):
-            return False
-        engine = self._channel.engine
         inbox = self._channel.inbox
-        element = self._element
-        message = Message(self._x, self.src, self.tag, nbytes // element.itemsize, nbytes, element)
+        nbytes = self._nbytes
+        if inbox.box.sole is not self or nbytes > BOX_BYTES or (self.src != reader.src and self.src >= 0):
+            return False  # a signal's handler may have withdrawn it
+        message = Message(self._x, self.src, self.tag, nbytes // self._element.itemsize, nbytes, self._element)
         order = -inbox.box.next_order()
-        take_it = take if nbytes <= SLOT_DATA_BYTES else take_long
-        if not take_it(inbox, reader, message, element.code << SIZE_BITS | nbytes):
+        head = self._element.code << SIZE_BITS | nbytes
+        if not (take if nbytes <= SLOT_DATA_BYTES else take_long)(inbox, reader, message, head, self, order):
             return False
         # No call between these.
-        inbox.box.sole = None
-        inbox.box.receives = 0
-        self.order = order
         self._result = message
         self._done = True
         if self._callbacks is not None:
-            engine.finished += (self,)
+            inbox.engine.finished += (self,)
         return True
 
     def _meet_small(self, inbox: Inbox) -> bool:
@@ -204,10 +199,8 @@ class ArrayReceive(Receive):
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
         take_it = take if nbytes <= SLOT_DATA_BYTES else take_long
-        if nbytes <= BOX_BYTES and take_it(inbox, reader, self._result, head):
+        if nbytes <= BOX_BYTES and take_it(inbox, reader, self._result, head, self):
             # No call between these.
-            inbox.box.sole = None
-            inbox.box.receives = self.order = 0
             self._done = self._looked_at = True
             inbox.engine.credit -= 1
             return True

@@ -164,7 +164,7 @@ class Inbox:
         if incoming.lost:
             return
         if incoming.order == 0:
-            incoming.order = self.box.next_order()
+            incoming.order = -self.box.next_order()
         waiting = None
         try:
             self.box.restore(incoming)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from mpdist.progress.inbox import Inbox
+    from mpdist.progress.receive import Receive
 
 # What puts so many bytes into an array: less than half of the time of a view of it.
 _WRITE = [Struct(f"{nbytes}s").pack_into for nbytes in range(SLOT_DATA_BYTES + 1)]
@@ -122,7 +123,9 @@ def give_back(inbox: Inbox, message: Message, order: int) -> None:
         inbox.give_back(incoming)
 
 
-def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
+def take(
+    inbox: Inbox, reader: FastboxReader, message: Message, head: int, sole: Receive | None = None, order: int = 0
+) -> bool:
     """Let the entry that is there be the message, whose array gets it; False if it is not what is wanted.
 
     Under the Engine's lock.
@@ -130,6 +133,8 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     Args:
         message: what is wanted; in the place of any source and any tag come those of the entry.
         head: of what is wanted, without its tag.
+        sole: the receive that wants it, which waits alone, and no more when it is met; None: none waits.
+        order: what that gets for its place.
     """
     number = reader.number
     if reader.fence is not None:
@@ -144,7 +149,8 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     data = reader.memory[start : start + nbytes]
     if reader.fence is not None:
         reader.fence()
-    if reader.number != number:  # a signal's handler has received it
+    box = inbox.box
+    if reader.number != number or box.sole is not sole:  # a signal's handler has received it, posted or withdrawn one
         return False
     # No call in these: it is read as a whole, whatever handler comes.
     words[READ_AT] = number
@@ -153,24 +159,32 @@ def take(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bo
     if tag < 0:
         message.tag = found >> _TAG_SHIFT
     message.src = reader.src
+    if sole is not None:
+        box.sole = None
+        box.receives = 0
+        sole.order = order
     try:
         _WRITE[nbytes](message.data, 0, data)
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it
         incoming = incoming_of(reader.src, found, data)
         assert incoming is not None
-        inbox.deliver(incoming)
+        if sole is None or not sole.accept(incoming):
+            inbox.deliver(incoming)
         if is_interruption(error):
             raise
         return False
     return True
 
 
-def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) -> bool:
+def take_long(
+    inbox: Inbox, reader: FastboxReader, message: Message, head: int, sole: Receive | None = None, order: int = 0
+) -> bool:
     """The same where the data do not lie in the slot: they are copied once, from where they are.
 
     During the copy other threads run, who find the Engine's lock taken. What is interrupted within it has written into
     the array, and the message stays where it is.
     """
+    box = inbox.box
     number = reader.number
     if reader.fence is not None:
         reader.fence()
@@ -183,7 +197,7 @@ def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) 
     data = reader.long_data(words[head_at + 1], message.nbytes)
     try:
         array = message.data.reshape(-1).view(np.uint8)
-        if reader.number != number:  # a signal's handler has received it
+        if reader.number != number or box.sole is not sole:  # as above
             return False
         array[:] = data
     except BaseException as error:
@@ -192,7 +206,7 @@ def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) 
         return False  # the array takes nothing; the general way says why
     if reader.fence is not None:
         reader.fence()
-    if reader.number != number:
+    if reader.number != number or box.sole is not sole:
         return False
     # No call from here on.
     words[READ_AT] = number
@@ -201,4 +215,8 @@ def take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int) 
     if tag < 0:
         message.tag = found >> _TAG_SHIFT
     message.src = reader.src
+    if sole is not None:
+        box.sole = None
+        box.receives = 0
+        sole.order = order
     return True

@@ -166,7 +166,7 @@ class Ticking:
                 engine.doorbell.sleep()  # another thread's nap has ended that
             engine.credit = TURN_CREDIT
             now = monotonic()
-            if engine.drive():
+            if engine.drive() or (self.is_asleep and engine.drive()):  # as RUNG_LOOKS
                 self._last_move = now
             if engine.is_idle():
                 if self.is_asleep:

@@ -7,17 +7,14 @@ import os
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count as counting
 from typing import Any
 
 import numpy as np
 import pytest
 from comm.arrays import assert_values, libraries, numbers
+from comm.boxes import LARGE, LONG, after, before, box_to, nothing_pending, open_box, until_mpi_has_one
 from comm.meeting import met
-from progress.interruptions import Interrupted, Interruptions, raising
 
 import mpdist
 from mpdist import ANY_SOURCE, ANY_TAG, Communicator
@@ -33,40 +30,11 @@ from mpdist.progress.fastbox import (
     SLOT_DATA_BYTES,
     SLOTS,
     STRETCHES,
-    Fastbox,
 )
 from mpdist.progress.inbox import POLL_MESSAGES
 from mpdist.progress.received import Received
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
-
-# So many numbers of 8 bytes go by MPI; and a few that do not lie in a slot.
-LARGE = BOX_BYTES // 8 + 1
-LONG = SLOT_DATA_BYTES // 8 + 10
-
-
-def after(comm: Communicator) -> int:
-    return (comm.rank + 1) % comm.size
-
-
-def before(comm: Communicator) -> int:
-    return (comm.rank - 1) % comm.size
-
-
-async def open_box(comm: Communicator) -> None:
-    """Send to the next rank until the box is open; each rank has one from the rank before."""
-    for number in range(OPENS_AFTER + 1):
-        sent = comm.send(np.array([number]), after(comm))
-        assert (await comm.recv(src=before(comm))).data[0] == number
-        await sent
-    await met(comm)
-    comm._channel.transport.comm.Barrier()  # none is still about to take what others send from here on
-    assert after(comm) in comm._channel.opened
-    assert before(comm) in comm._channel.inbox.boxes
-
-
-def box_to(comm: Communicator, dst: int) -> Fastbox:
-    return comm._channel.fastboxes._boxes[dst]
 
 
 # ---------------------------------------------------------------------- values
@@ -211,11 +179,6 @@ def value_of(message: mpdist.Message, turn: int) -> int:
         assert message.data[1] == turn
         return int(message.data[2])
     return int(message.data[0]) - 1000 * turn
-
-
-def until_mpi_has_one(comm: Communicator) -> None:
-    while not comm._channel.transport.comm.Iprobe():
-        pass
 
 
 @pytest.mark.parametrize("is_any", [False, True])
@@ -525,18 +488,6 @@ async def test_a_probe_an_iterator_and_a_cancelled_receive(comm: Communicator) -
         if len(got) == 4:
             break
     assert got == [0, 1, 2, 3]
-
-
-@contextmanager
-def nothing_pending(comm: Communicator) -> Iterator[None]:
-    """A receive may be met at once, whatever tests before this one have left pending."""
-    engine = comm._channel.engine
-    engine.credit = 64
-    left, engine.active = engine.active, deque()
-    try:
-        yield
-    finally:
-        engine.active = left
 
 
 async def met_at_once(comm: Communicator, value: int) -> mpdist.Work[mpdist.Message]:
@@ -852,163 +803,3 @@ async def test_an_array_that_takes_nothing_any_more_leaves_the_message_where_it_
     with pytest.raises(mpdist.UnsupportedBuffer, match="read-only"):
         await work
     assert (await comm.recv(np.zeros(length), before(comm))).data.tolist() == [5.0] * length
-
-
-# ---------------------------------------------------------------------- interruptions
-
-
-@pytest.fixture
-def _handler() -> Iterator[None]:
-    with raising():
-        yield
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("_handler")
-@pytest.mark.parametrize("length", [1, LONG])
-async def test_no_message_is_lost_wherever_its_sending_is_interrupted(comm: Communicator, length: int) -> None:
-    """It goes or not, as a whole; those before and after it do, in their order, also where boxes open and are shut.
-
-    Each time on a communicator of its own, which comes to its end: who was interrupted sends no more small arrays.
-    """
-    for number in counting():
-        async with await comm.dup() as other:
-            if comm.rank == 0:
-                interruptions = Interruptions(number, "progress", ("fastbox", "sending"))
-                try:
-                    with interruptions:
-                        for part in range(OPENS_AFTER + 2):
-                            await other.send(np.full(length, part), 1)
-                        await other.send(np.zeros(LARGE, int), 1)
-                except Interrupted:
-                    pass
-                await other.send(np.full(LARGE, 77), 1)
-                await comm.send_object(interruptions.left < 0, 1)
-                is_interrupted = interruptions.left < 0
-            else:
-                got: list[int] = []
-                while not got or got[-1] != 77:
-                    got.append(int((await other.recv(src=0).within(10)).data[0]))
-                whole = [*range(OPENS_AFTER + 2), 0, 77]
-                assert got in ([*whole[: len(got) - 1], 77], [*whole[:-1], 77]), f"interrupted at place {number}"
-                is_interrupted = (await comm.recv_object(0)).data
-                assert is_interrupted or got == whole
-        if not is_interrupted:
-            break
-    assert number > 30
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("_handler")
-async def test_no_message_is_lost_wherever_one_is_interrupted_that_mpi_has_brought(comm: Communicator) -> None:
-    """What was put into the box before it comes first."""
-    files = ("array_receive", "fastbox_reader", "inbox", "mailbox", "message", "receive", "received", "transfer")
-    for number in counting(1):  # before that its await has not begun
-        async with await comm.dup() as other:
-            await open_box(other)
-            if comm.rank == 0:
-                await other.send(np.array([1]), 1, 1)
-                await other.send(np.array([2]), 1, 1)
-                large = other.send(np.full(LARGE, 3), 1, 1)
-                is_interrupted = (await comm.recv_object(1)).data
-                await large
-            else:
-                until_mpi_has_one(other)
-                interruptions = Interruptions(number, "progress", files)
-                got = []
-                x = np.zeros(LARGE, int)
-                work = other.recv(x, 0, 1)
-                try:
-                    with interruptions:
-                        message = await work
-                    got.append(int(message.data[0]))
-                except Interrupted:
-                    pass
-                while len(got) < 3:
-                    got.append(int((await other.recv(src=0, tag=1).within(10)).data[0]))
-                assert got == [1, 2, 3], f"interrupted at place {number}"
-                is_interrupted = interruptions.left < 0
-                await comm.send_object(is_interrupted, 0)
-        if not is_interrupted:
-            break
-    assert number > 10
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("_handler")
-@pytest.mark.parametrize("length", [1, LONG])
-async def test_no_message_is_lost_wherever_a_receive_is_interrupted_that_is_met_at_once(
-    comm: Communicator, length: int
-) -> None:
-    await open_box(comm)
-    files = ("received", "fastbox_reader", "message", "inbox", "mailbox")
-    for number in counting():
-        if comm.rank == 0:
-            await comm.send(np.full(length, 2 * number), 1)
-            await comm.send(np.full(length, 2 * number + 1), 1)
-            if not (await comm.recv(src=1)).data[0]:
-                break
-            continue
-        reader = comm._channel.inbox.boxes[0]
-        while not reader.has_one():
-            pass
-        interruptions = Interruptions(number, "progress", files)
-        got = []
-        try:
-            with nothing_pending(comm), interruptions:
-                work = comm.recv(np.zeros(length, int), 0)
-            assert isinstance(work, Received)
-            got.append(int((await work).data[0]))
-        except Interrupted:
-            pass
-        while len(got) < 2:
-            got.append(int((await comm.recv(src=0).within(10)).data[0]))
-        assert got == [2 * number, 2 * number + 1], f"interrupted at place {number}"
-        assert comm._channel.inbox.unclaimed() == []
-        await comm.send(np.array([int(interruptions.left < 0)]), 0)
-        if interruptions.left >= 0:
-            break
-    assert number > 4
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("_handler")
-@pytest.mark.parametrize("length", [1, LONG])
-async def test_no_message_is_lost_wherever_the_look_is_interrupted_that_finds_it(
-    comm: Communicator, length: int
-) -> None:
-    """A receive waits for it. It gets it, now or at a later look, and the next one what comes after."""
-    await open_box(comm)
-    files = ("array_receive", "received", "fastbox_reader", "message", "inbox", "mailbox")
-    for number in counting():
-        if comm.rank == 0:
-            await comm.recv(src=1)
-            await comm.send(np.full(length, 2 * number), 1)
-            await comm.send(np.full(length, 2 * number + 1), 1)
-            if not (await comm.recv(src=1)).data[0]:
-                break
-            continue
-        x = np.zeros(length, int)
-        work = comm.recv(x, 0)
-        await comm.send(np.array([1]), 0)
-        reader = comm._channel.inbox.boxes[0]
-        while not reader.has_one():
-            pass
-        calls: list[Any] = []
-        work.add_done_callback(calls.append)
-        interruptions = Interruptions(number, "progress", files)
-        try:
-            with interruptions:
-                comm._channel.engine.drive()
-        except Interrupted:
-            pass
-        assert (await work).data is x
-        assert x.tolist() == [2 * number] * length, f"interrupted at place {number}"
-        assert (await comm.recv(src=0).within(10)).data.tolist() == [2 * number + 1] * length
-        await asyncio.sleep(0)
-        assert calls == [work], f"interrupted at place {number}"
-        assert comm._channel.inbox.unclaimed() == []
-        await comm.send(np.array([int(interruptions.left < 0)]), 0)
-        if interruptions.left >= 0:
-            break
-    assert number > 4

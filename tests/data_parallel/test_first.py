@@ -28,7 +28,8 @@ def came(monkeypatch: pytest.MonkeyPatch) -> Came:
     def watched(first: First, slot: Slot) -> None:
         take(first, slot)
         assert slot.parameter.grad is not None
-        found.setdefault(slot.index, []).append(slot.parameter.grad.data_ptr())
+        if not slot.is_sparse:
+            found.setdefault(slot.index, []).append(slot.parameter.grad.data_ptr())
 
     monkeypatch.setattr(First, "take", watched)
     return found
@@ -133,6 +134,43 @@ def test_what_a_broken_first_backward_has_placed_is_added_to_by_the_next(comm: C
         for gradient in expected:
             comm.all_reduce(gradient, op="avg").wait()
         assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-5)
+
+
+def test_sparse_gradients_have_no_place(comm: Communicator, came: Came) -> None:
+    net = nn.Sequential(nn.EmbeddingBag(50_000, 6, sparse=True), nn.Linear(6, 2))
+    with wrapped(net, comm) as model:
+        model(torch.tensor([[1, 2, comm.rank]])).sum().backward()
+        assert net[0].weight.grad.layout is torch.sparse_coo
+        memory = [bucket.flat.untyped_storage().nbytes() for bucket in model.reducer.buckets]
+        assert max(memory) < 4096
+        assert all(came[slot.index][0] == slot.view.data_ptr() for slot in model.reducer.slots[1:])
+
+
+def test_what_is_laid_otherwise_since_it_came_is_moved(comm: Communicator, came: Came) -> None:
+    """As where a module is converted within its first backward."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 3)
+    net = nn.Sequential(first, nn.Tanh(), last)
+
+    def turn(*_: object) -> None:
+        last.weight.data = last.weight.data.t().contiguous().t()
+
+    first.register_full_backward_hook(turn)
+    with wrapped(net, comm) as model:
+        x = inputs(comm, 1, (5, 4), torch.float32).requires_grad_()
+        expected = list(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
+        last.weight.data = last.weight.data.contiguous()
+        for gradient in expected:
+            comm.all_reduce(gradient, op="avg").wait()
+        model(x).square().sum().backward()
+        assert_equal([parameter.grad for parameter in net.parameters()], expected, 1e-5)
+
+
+def test_nothing_is_kept_of_a_broken_first_backward(comm: Communicator) -> None:
+    net = Branches()
+    with wrapped(net, comm) as model:
+        with pytest.raises(ArithmeticError):
+            Breaks.apply(model(inputs(comm, 1, (4, 6), torch.float32).requires_grad_())).sum().backward()
+        assert model.reducer._first is None
 
 
 @pytest.mark.parametrize("why", ["hook", "own gradients"])

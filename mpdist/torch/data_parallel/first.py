@@ -37,16 +37,16 @@ class First:
         self._slots = slots
         self._whole: dict[torch.dtype, Tensor] = {}
         self._ends: dict[torch.dtype, int] = {}
-        self._starts: dict[Slot, int] = {}
+        self._places: dict[Slot, tuple[int, tuple[int, ...]]] = {}  # where they begin, and their strides
 
     @torch.no_grad()
     def take(self, slot: Slot) -> None:
         """A gradient has come; it may come in several parts."""
         parameter, gradient = slot.parameter, slot.parameter.grad
-        if slot.is_sparse or slot in self._starts:
+        if slot.is_sparse or slot in self._places:
             return
         start = self._ends.get(parameter.dtype, 0)
-        self._starts[slot] = start
+        self._places[slot] = start, parameter.stride()
         self._ends[parameter.dtype] = aligned(start + parameter.numel(), parameter.dtype)
         if gradient is None or gradient.layout is not torch.strided or not is_large(parameter):
             return
@@ -73,17 +73,19 @@ class First:
             ends[dtype] = begin + count
             begins.append(begin)
             for slot, place in zip(slots, places, strict=False):
-                if self._starts.get(slot, begin + place) != begin + place:
+                expected = begin + place, slot.parameter.stride()
+                if self._places.get(slot, expected) != expected:
                     return None
         return [
             self._memory(dtype)[begin : begin + count] for begin, (count, dtype) in zip(begins, wanted, strict=True)
         ]
 
     def _memory(self, dtype: torch.dtype) -> Tensor:
-        """Of all gradients of a type and what else the last bucket holds; the kernel gives what is written to."""
+        """Of all gradients of a type, and what else the last bucket may hold."""
         whole = self._whole.get(dtype)
         if whole is None:
-            counts = [slot.parameter.numel() for slot in self._slots if slot.parameter.dtype is dtype]
+            dense = [slot.parameter for slot in self._slots if not slot.is_sparse]
+            counts = [parameter.numel() for parameter in dense if parameter.dtype is dtype]
             count = sum(aligned(count, dtype) for count in counts) + Notes.length(len(self._slots), self._comm.size)
             with torch.enable_grad():
                 self._whole[dtype] = whole = empty(self._comm, count, dtype, torch.device("cpu"))

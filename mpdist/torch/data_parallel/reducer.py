@@ -243,6 +243,7 @@ class Reducer:
     def _rest(self) -> None:
         """No backward runs."""
         self.is_active = False
+        self._first = None
         running.end(self)
 
     @leave_alone
@@ -438,7 +439,6 @@ class Reducer:
         self.buckets, self._notes, self._own_notes = plan.make_buckets(
             self.comm, self.slots, agreement, self.bucket_bytes, self.hook is not None, self.bucket_type, self._first
         )
-        self._first = None
         keep_freed(self.comm._channel.engine.keep_bytes)  # not before: a first backward frees what none after it does
         for bucket in self.buckets:
             bucket.begin(self.divisor, self.comm.size, self.hook is not None)
@@ -458,8 +458,7 @@ class Reducer:
                 finish(bucket.work)
         if own is not None:
             finish(own)
-        changed = self._notes.changed()
-        if changed:
+        if changed := self._notes.changed():
             change.check(self.comm, self._all, changed, self.hook is not None)
         for bucket in self.buckets:
             bucket.leave()
