@@ -18,6 +18,9 @@ BUCKET_BYTES = 8 * 1024**2
 TAPER = 4
 SMALLEST_BYTES = 1024**2
 
+# Where backward hides messages, nothing is under way before the first bucket is full.
+FIRST_BYTES = 1024**2
+
 # Where nothing is hidden, because all cores compute, several buckets only disturb: each evicts what backward has in its
 # caches, and waits for a rank that comes later to it. A limit only so that no message gets out of hand.
 UNHIDDEN_BUCKET_BYTES = 256 * 1024**2
@@ -34,6 +37,7 @@ def assign_buckets(
     order: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
     smallest_bytes: int = SMALLEST_BYTES,
+    first_bytes: int | None = None,
 ) -> list[list[int]]:
     """Group arrays into buckets.
 
@@ -43,6 +47,7 @@ def assign_buckets(
         order: indices of the arrays, in the order in which they become ready; those left out are in no bucket.
         bucket_bytes, smallest_bytes: a bucket is closed when it holds the first, or the TAPERth part of all that is
             left, but at least the second; an array is never cut.
+        first_bytes: so many close the first bucket.
 
     Returns:
         Indices of the arrays in each bucket; the buckets in the order in which they become full.
@@ -55,10 +60,10 @@ def assign_buckets(
         kind = kinds[index]
         opened.setdefault(kind, []).append(index)
         filled[kind] = filled.get(kind, 0) + nbytes[index]
-        if filled[kind] >= min(bucket_bytes, max(smallest_bytes, left // TAPER)):
-            left -= filled[kind]
+        most = min(bucket_bytes, max(smallest_bytes, left // TAPER))
+        if filled[kind] >= (min(most, first_bytes) if first_bytes and not closed else most):
+            left -= filled.pop(kind)
             closed.append(opened.pop(kind))
-            del filled[kind]
     place = {index: position for position, index in enumerate(order)}
     return sorted([*closed, *opened.values()], key=lambda bucket: place[bucket[-1]])
 

@@ -21,11 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from mpdist import Communicator
 from mpdist.torch import DistributedDataParallel
-from mpdist.torch.data_parallel import linear
+from mpdist.torch.data_parallel import linear, overlap
+from mpdist.torch.data_parallel.reducer import Reducer
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("every_linear_layer_is_large")]
 
 Loss = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, params=["no thread", "a thread"])
+def has_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a thread of ours drives during backward, so that a weight's gradient comes before that of the rows."""
+    monkeypatch.setattr(overlap, "is_thread_worth", lambda *_: request.param == "a thread")
+    return bool(request.param == "a thread")
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
@@ -150,6 +158,26 @@ def test_gradient_of_the_input(comm: Communicator) -> None:
             loss_of(model, x).backward()
             assert_equal([x.grad], [expected])
         assert placed(model) == [True, False] * 2
+
+
+def test_gradient_of_a_weight_is_there_before_that_of_the_rows(
+    comm: Communicator, has_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it may be under way meanwhile."""
+    events: list[str] = []
+    ready = Reducer.ready
+    monkeypatch.setattr(Reducer, "ready", lambda self, slot, p: (events.append(slot.name), ready(self, slot, p))[1])
+    with wrapped(net := mlp(6, 10, 3), comm) as model:
+        for number in range(3):
+            x = inputs(comm, number, (4, 6), torch.float64).requires_grad_()
+            x.register_hook(lambda _: events.append("rows"))
+            events.clear()
+            net.zero_grad()
+            loss_of(model, x).backward()
+        by_thread = model.reducer.overlap.has_thread
+    assert by_thread is (has_thread and comm.size > 1)
+    assert events.index("2.weight") < events.index("0.weight")
+    assert (events.index("0.weight") < events.index("rows")) is by_thread
 
 
 @pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "2.weight"])

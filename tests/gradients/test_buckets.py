@@ -23,6 +23,12 @@ def test_buckets_get_smaller_towards_the_end() -> None:
     assert [len(bucket) for bucket in assign_buckets([mib] * 48, ["f"] * 48, range(48), 8 * mib)][:3] == [8, 8, 8]
 
 
+def test_first_bucket_may_be_smaller() -> None:
+    assert assign_buckets([4] * 6, ["f"] * 6, range(6), 12, 12, first_bytes=5) == [[0, 1], [2, 3, 4], [5]]
+    assert assign_buckets([4] * 4, ["f"] * 4, range(4), 8, 8, first_bytes=100) == [[0, 1], [2, 3]]
+    assert assign_buckets([4] * 4, ["f", "d", "f", "d"], range(4), 8, 8, first_bytes=4) == [[0], [2], [1, 3]]
+
+
 def test_types_are_not_mixed_and_buckets_start_in_the_order_in_which_they_become_full() -> None:
     assert assign_buckets([4, 4, 4, 4], ["f", "d", "f", "d"], [0, 1, 2, 3], 100) == [[0, 2], [1, 3]]
     assert assign_buckets([4, 4, 4, 4], ["f", "d", "d", "f"], [0, 1, 2, 3], 100) == [[1, 2], [0, 3]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mpdist
+from mpdist.progress.backoff import Backoff
 from mpdist.torch import progress
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]
@@ -86,3 +89,13 @@ def test_a_future_outside_of_a_backward_is_not_left_alone(group: dist.ProcessGro
     future = dist.all_reduce(x, async_op=True).get_future()
     assert torch.futures.collect_all([future]).wait() is not None
     assert x.unique().tolist() == [group.size()]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "idle", "expected"), [((0, 1), 0.1, 0.001), ((0, 1), 2.0, 0.01), ((0, 0), 0.1, 0.01)]
+)
+def test_what_may_move_between_hosts_is_looked_at_each_millisecond(
+    nodes: tuple[int, ...], idle: float, expected: float
+) -> None:
+    engine: Any = SimpleNamespace(nodes=nodes, backoff=Backoff())
+    assert progress.Driver(engine, set(), deque())._delay(idle) == expected

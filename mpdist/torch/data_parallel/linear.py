@@ -112,11 +112,10 @@ class PlacedLinear(Linear):
         place = None if torch.compiler.is_compiling() else _places.get(id(self.weight))
         if place is None or not _is_usual(input, self.weight, self.bias):
             return _forward(self, input)
-        apply = cast(Callable[..., Tensor], _Multiply.apply)
         if input.dim() == 2:
-            return apply(input, self.weight, self.bias, *place)
+            return _multiplied(input, self.weight, self.bias, *place)
         # As torch has it. A view made in the node would be one that nobody may change.
-        output = apply(input.reshape(-1, input.shape[-1]), self.weight, self.bias, *place)
+        output = _multiplied(input.reshape(-1, input.shape[-1]), self.weight, self.bias, *place)
         return output.view(*input.shape[:-1], output.shape[1])
 
     def _get_name(self) -> str:
@@ -146,11 +145,24 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def _multiplied(rows: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, reducer: Reducer) -> Tensor:
+    """Rows by a weight, as a node of our own; two where a thread could have the weight's gradient under way."""
+    later = None
+    if reducer.overlap.has_thread and rows.requires_grad:
+        later = cast(Callable[..., Tensor], _Later.apply)(rows, weight.detach())
+    return cast(Callable[..., Tensor], _Multiply.apply)(rows, weight, bias, later, slot, reducer)
+
+
 class _Multiply(torch.autograd.Function):
-    """Rows by a weight, whose gradient backward puts into its place, where that is free."""
+    """Rows by a weight, whose gradient backward puts into its place, where that is free.
+
+    That of the rows is left to `_Later`, whose output is an input here; where there is none, it is made here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, reducer: Reducer) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, later: Tensor | None, slot: Slot, reducer: Reducer
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, weight if ctx.needs_input_grad[0] else None)
         ctx.slot, ctx.reducer = slot, reducer
@@ -159,20 +171,42 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         rows, weight = ctx.saved_tensors
         is_whole = is_whole_backward()
-        of_rows, of_weight, of_bias = (
+        of_rows, of_weight, of_bias, is_later = (
             needed and (is_whole or _is_asked_for(ctx.next_functions[index][0]))
-            for index, needed in enumerate(ctx.needs_input_grad[:3])
+            for index, needed in enumerate(ctx.needs_input_grad[:4])
         )
+        # Derivatives need the weight itself, and a hook might change it before.
+        is_later = is_later and not torch.is_grad_enabled() and not ctx.slot.has_other_hooks()
         return (
-            gradient.mm(weight) if of_rows else None,
+            gradient.mm(weight) if of_rows and not is_later else None,
             _of_weight(gradient.t(), rows, ctx.slot, ctx.reducer) if of_weight else None,
             gradient.sum(0) if of_bias else None,
+            gradient if is_later else None,
             None,
             None,
         )
+
+
+class _Later(torch.autograd.Function):
+    """The rows of a multiplication, whose gradient is made when the weight's is there, and may be under way.
+
+    Backward comes to the node that was made last before others, and to a parameter before all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        """A tensor of the output's shape without memory, which gets the output's gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight)
+        return rows.new_empty(()).expand(len(rows), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        (weight,) = ctx.saved_tensors
+        return None if gradient is None else gradient.mm(weight), None
 
 
 def _is_asked_for(node: Any) -> bool:

@@ -12,6 +12,7 @@ from mpdist.gradients.buckets import (
     BUCKET_BYTES,
     DEVICE_BUCKET_BYTES,
     DEVICE_SMALLEST_BYTES,
+    FIRST_BYTES,
     SMALLEST_BYTES,
     UNHIDDEN_BUCKET_BYTES,
     agreed_order,
@@ -69,6 +70,7 @@ class Sizes(NamedTuple):
 
     most: int
     smallest: int
+    first: int | None = None
 
 
 def sizes_of_buckets(is_on_cpu: bool, asked: int | None, is_hidden: bool) -> Sizes:
@@ -76,7 +78,7 @@ def sizes_of_buckets(is_on_cpu: bool, asked: int | None, is_hidden: bool) -> Siz
     if not is_on_cpu:
         return Sizes(asked or DEVICE_BUCKET_BYTES, DEVICE_SMALLEST_BYTES)
     if is_hidden:
-        return Sizes(asked or BUCKET_BYTES, SMALLEST_BYTES)
+        return Sizes(asked or BUCKET_BYTES, SMALLEST_BYTES, FIRST_BYTES)
     most = asked or UNHIDDEN_BUCKET_BYTES
     return Sizes(most, most)
 
