@@ -27,6 +27,9 @@ from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
 # Two sources need no scratch: they and the result are to stay in a core's cache.
 PAIR_BYTES = 2 * BLOCK_BYTES
 
+# Where the result has memory of its own, it is what stays in the cache.
+APART_BYTES = 2 * BLOCK_BYTES
+
 
 class Folder:
     """One op on one element type; kept for all collectives with it, called for every slice.
@@ -121,7 +124,7 @@ class Folder:
 
     def fold_apart(self, sources: Sequence[Array], out: Array) -> None:
         """As `fold`, into memory that none of the sources has: several small ones in half of the time, see `join`."""
-        if not self.pair_steps or len(sources) == 1 or len(out) > self._limit:
+        if not self.pair_steps or len(sources) == 1 or out.nbytes > APART_BYTES:
             self.fold(sources, (out,))
             return
         so_far, *between, last = sources

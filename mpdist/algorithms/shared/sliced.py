@@ -13,8 +13,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import cuts
@@ -58,11 +56,15 @@ class SlicedPlan(AllReducePlan):
         self.slots.show(side, self.nbytes, *[part for part in parts if part[1].size])
 
     def fold(self, side: int, x: Array) -> None:
-        """This member's slice of what all have shown in an even or an odd round, and of its own x."""
-        self.fold_all(side, x, [self.slots.shown(side, member) for member in range(len(self.slices))])
+        """This member's slice of what all have shown in an even or an odd round, and of its own x, into its slot."""
+        part = self.mine
+        if part.start < part.stop:
+            sources = [self.view(member, start)[part] for member, start in enumerate(self.slots.starts(side))]
+            sources[self.rank] = x[part]
+            self.folder.fold_apart(sources, self.results[side][self.rank])
 
     def fold_all(self, side: int, x: Array, inputs: Sequence[Memory]) -> None:
-        """This member's slice of the inputs, and of its own x, into its slot for results."""
+        """As `fold`, of arrays that lie anywhere."""
         part = self.mine
         if part.start < part.stop:
             sources = [whole[part] for whole in inputs]
@@ -72,7 +74,7 @@ class SlicedPlan(AllReducePlan):
     def take(self, side: int, out: Array) -> None:
         """The slices of all."""
         for part, result in zip(self.slices, self.results[side], strict=True):
-            np.copyto(out[part], result)
+            out[part] = result
 
 
 class SlicedAllReduce(TwoWays):
