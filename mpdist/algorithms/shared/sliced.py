@@ -17,6 +17,7 @@ from mpdist.algorithms.shared.moving import copy, fold
 from mpdist.algorithms.shared.one_round import AllReducePlan, TwoWays
 from mpdist.algorithms.shared.reduction import cuts
 from mpdist.algorithms.shared.team import FACTS, FACTS_AT, OUT_AT, REDUCED, X_AT, Team
+from mpdist.transport.reach import Remote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,20 +57,21 @@ class SlicedPlan(AllReducePlan):
         self.slots.show(side, self.nbytes, *[part for part in parts if part[1].size])
 
     def fold(self, side: int, x: Array) -> None:
-        """This member's slice of what all have shown in an even or an odd round, and of its own x, into its slot."""
-        part = self.mine
-        if part.start < part.stop:
-            sources = [self.view(member, start)[part] for member, start in enumerate(self.slots.starts(side))]
-            sources[self.rank] = x[part]
-            self.folder.fold_apart(sources, self.results[side][self.rank])
+        """This member's slice of what all have shown in an even or an odd round, and of its own x."""
+        self.fold_all(side, x, [self.view(member, start) for member, start in enumerate(self.slots.starts(side))])
 
     def fold_all(self, side: int, x: Array, inputs: Sequence[Memory]) -> None:
-        """As `fold`, of arrays that lie anywhere."""
+        """This member's slice of the inputs, and of its own x, into its slot for results."""
         part = self.mine
-        if part.start < part.stop:
-            sources = [whole[part] for whole in inputs]
-            sources[self.rank] = x[part]
-            fold(self.folder, sources, [self.results[side][self.rank]])
+        if part.start == part.stop:
+            return
+        sources: list[Any] = [whole[part] for whole in inputs]
+        sources[self.rank] = x[part]
+        result = self.results[side][self.rank]
+        if Remote in map(type, sources):
+            fold(self.folder, sources, [result])
+        else:
+            self.folder.fold_apart(sources, result)
 
     def take(self, side: int, out: Array) -> None:
         """The slices of all."""
