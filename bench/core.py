@@ -11,6 +11,7 @@ warm-up of both, and checks its result.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import tempfile
@@ -39,17 +40,27 @@ import mpdist
 
 KIB, MIB = 1024, 1024**2
 
+# Where a rank sends on what it has received, neither side finds what never changes in its cache.
+SENT_ON = ", sent on as received"
 PING_PONGS = {
     f"ping-pong {text} / raw Send, Recv": nbytes
-    for text, nbytes in (("8 B", 8), ("32 KiB", 32 * KIB), ("64 KiB", 64 * KIB), ("64 MiB", 64 * MIB))
+    for text, nbytes in (
+        ("8 B", 8),
+        ("32 KiB", 32 * KIB),
+        (f"32 KiB{SENT_ON}", 32 * KIB),
+        ("64 KiB", 64 * KIB),
+        (f"64 KiB{SENT_ON}", 64 * KIB),
+        ("64 MiB", 64 * MIB),
+    )
 }
 SMALL = "all_reduce of an 8-byte torch tensor / Allreduce of it"
 CROWDS = {
     f"message beside 10 000 {what} / beside 100": what for what in ("outstanding receives", "unexpected messages")
 }
 WAITING, WAKING = "waiting 1 s for a message: processor time / time", "waiting: wake-up / of a FIFO"
+WAKING_BARE = "waiting: wake-up / of a bare event loop's reader"
 FOUR_RANKS = "1 MiB all_reduce + barrier, 4 ranks on 2 cores / raw"
-CASES = (*PING_PONGS, SMALL, *CROWDS, WAITING, WAKING, FOUR_RANKS)
+CASES = (*PING_PONGS, SMALL, *CROWDS, WAITING, WAKING, WAKING_BARE, FOUR_RANKS)
 
 
 class Bench:
@@ -84,12 +95,13 @@ class Bench:
 
     async def two_ranks(self) -> AsyncIterator[Result]:
         by_mpi = {"MPICH": 1.8, "Open MPI": 4.0}[mpi_name()]
-        stretch = {"MPICH": 1.5, "Open MPI": 3.3}[mpi_name()]
-        for (case, nbytes), number, target, best in zip(
-            PING_PONGS.items(), (2000, 500, 300, 3), (by_mpi, 1.6, 1.6, 1.05), (stretch, None, None, None), strict=True
-        ):
+        goals = {8: (2000, by_mpi), 32 * KIB: (500, 1.6), 64 * KIB: (300, 1.6), 64 * MIB: (3, 1.05)}
+        stretch = {8: {"MPICH": 1.5, "Open MPI": 3.3}[mpi_name()]}
+        for case, nbytes in PING_PONGS.items():
             if self.wants(case):
-                yield await self.compare(case, *self.ping_pong(nbytes), number, target=target, stretch=best)
+                number, target = goals[nbytes]
+                sides = self.ping_pong(nbytes, is_sent_on=SENT_ON in case)
+                yield await self.compare(case, *sides, number, target=target, stretch=stretch.get(nbytes))
         if self.wants(SMALL):
             yield await self.compare(SMALL, *self.small_all_reduce(), 1000, target=0.6, stretch=0.4)
         for case, what in CROWDS.items():
@@ -97,8 +109,9 @@ class Bench:
                 yield await self.crowded(case, what)
         if self.wants(WAITING):
             yield await self.waiting_cpu()
-        if self.wants(WAKING):
-            yield await self.wake_up()
+        if self.wants(WAKING) or self.wants(WAKING_BARE):
+            for result in await self.wake_up():
+                yield result
 
     async def four_ranks(self) -> AsyncIterator[Result]:
         target = {"MPICH": 1.2, "Open MPI": 1.6}[mpi_name()]
@@ -122,14 +135,21 @@ class Bench:
 
     # ------------------------------------------------------------------ the cases
 
-    def ping_pong(self, nbytes: int) -> tuple[Side, Side]:
-        """There and back."""
+    def ping_pong(self, nbytes: int, *, is_sent_on: bool = False) -> tuple[Side, Side]:
+        """There and back; each rank's own array, or what rank 0 has sent."""
         world, comm, peer = self.world, self.comm, self.peer
         x = np.full(nbytes // 8, world.rank + 1.0)
-        y = np.empty_like(x)
+        y = x if is_sent_on else np.empty_like(x)
+        expected = 1 if is_sent_on else peer + 1
+
+        def prepare() -> None:
+            if not is_sent_on:
+                y.fill(0)
+            elif world.rank == 1:
+                x.fill(0)
 
         async def ours(number: int) -> float:
-            y.fill(0)
+            prepare()
             start = time.perf_counter()
             if world.rank == 0:
                 for _ in range(number):
@@ -140,11 +160,11 @@ class Bench:
                     await world.recv(y, peer, 1)
                     await world.send(x, peer, 1)
             taken = time.perf_counter() - start
-            assert np.all(y == peer + 1)
+            assert np.all(y == expected)
             return taken
 
         async def theirs(number: int) -> float:
-            y.fill(0)
+            prepare()
             start = time.perf_counter()
             if world.rank == 0:
                 for _ in range(number):
@@ -155,7 +175,7 @@ class Bench:
                     comm.Recv(y, peer, 1)
                     comm.Send(x, peer, 1)
             taken = time.perf_counter() - start
-            assert np.all(y == peer + 1)
+            assert np.all(y == expected)
             return taken
 
         return ours, theirs
@@ -258,15 +278,22 @@ class Bench:
             ranks=2, mpi=mpi_name(), unit="s", target=0.04, stretch=0.01,
         )  # fmt: skip
 
-    async def wake_up(self) -> Result:
-        """Rank 1 has slept for 50 ms: from the send to its running on, against a read from a FIFO."""
+    async def wake_up(self) -> list[Result]:
+        """Rank 1 has slept for 50 ms: from the send to its running on, against a read from a FIFO.
+
+        And against a task of an event loop that waits for a second FIFO, with nothing of mpdist on its way.
+        """
         world = self.world
-        path = await world.broadcast_object(os.path.join(tempfile.mkdtemp(), "fifo") if world.rank == 0 else None)
+        folder = await world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
+        paths = [os.path.join(folder, name) for name in ("read", "listened")]
         if world.rank == 0:
-            os.mkfifo(path)
+            for path in paths:
+                os.mkfifo(path)
         await world.barrier()
-        fifo = os.open(path, os.O_WRONLY if world.rank == 0 else os.O_RDONLY)
-        ours, theirs = [], []
+        fifos = [os.open(path, os.O_WRONLY if world.rank == 0 else os.O_RDONLY) for path in paths]
+        ours: list[float] = []
+        read: list[float] = []
+        listened: list[float] = []
         stamp = np.zeros(1)
         for _ in range(self.rounds + 2):
             await world.barrier()
@@ -277,21 +304,25 @@ class Bench:
             else:
                 await world.recv(stamp, 0)
                 ours.append((time.perf_counter() - stamp[0]) * 1e6)
-            await world.barrier()
+            for fifo, times in zip(fifos, (read, listened), strict=True):
+                await world.barrier()
+                if world.rank == 0:
+                    time.sleep(0.05)
+                    os.write(fifo, np.float64(time.perf_counter()).tobytes())
+                    continue
+                got = os.read(fifo, 8) if times is read else await listening(fifo)
+                times.append((time.perf_counter() - np.frombuffer(got)[0]) * 1e6)
+        for fifo, path in zip(fifos, paths, strict=True):
+            os.close(fifo)
             if world.rank == 0:
-                time.sleep(0.05)
-                os.write(fifo, np.float64(time.perf_counter()).tobytes())
-            else:
-                sent = np.frombuffer(os.read(fifo, 8))[0]
-                theirs.append((time.perf_counter() - sent) * 1e6)
-        os.close(fifo)
+                os.unlink(path)
         if world.rank == 0:
-            os.unlink(path)
-            os.rmdir(os.path.dirname(path))
-        ours, theirs = await world.broadcast_object((ours[2:], theirs[2:]), src=1)
-        return summary(
-            WAKING, ours, theirs, ranks=2, mpi=mpi_name(), target=1.5
-        )  # fmt: skip
+            os.rmdir(folder)
+        ours, read, listened = await world.broadcast_object((ours[2:], read[2:], listened[2:]), src=1)
+        return [
+            summary(WAKING, ours, read, ranks=2, mpi=mpi_name(), target=1.5),
+            summary(WAKING_BARE, ours, listened, ranks=2, mpi=mpi_name()),
+        ]
 
     def reduce_and_barrier(self) -> tuple[Side, Side]:
         world, comm = self.world, self.comm
@@ -320,6 +351,17 @@ class Bench:
             return taken
 
         return ours, theirs
+
+
+async def listening(fifo: int) -> bytes:
+    """Eight bytes of a FIFO, when the event loop finds them."""
+    loop = asyncio.get_running_loop()
+    there: asyncio.Future[bytes] = loop.create_future()
+    loop.add_reader(fifo, lambda: there.set_result(os.read(fifo, 8)))
+    try:
+        return await there
+    finally:
+        loop.remove_reader(fifo)
 
 
 async def main(world: mpdist.Communicator, options: argparse.Namespace) -> None:
