@@ -48,18 +48,30 @@ class PointToPoint(Operations):
         # The latency path: what the general one does, without a Buffer. What is wrong raises before anything is posted,
         # a strided array in mpi4py; then the general one says what. The first message to a member goes there too, where
         # the member is noted.
-        if type(x) is not ndarray or not type(dst) is type(tag) is int or (x.ndim != 1 and not x.flags.c_contiguous):
+        if type(x) is not ndarray or type(dst) is not int or (x.ndim != 1 and not x.flags.c_contiguous):
             return self._send(x, dst, tag)
         channel = self._channel
-        if dst not in channel.addressed or not 0 <= tag <= channel.max_tag or (nbytes := x.nbytes) > PIECE_BYTES:
+        box = channel.opened.get(dst)
+        nbytes = x.nbytes
+        if box is not None and tag is box.tag and x.dtype is box.dtype and nbytes <= BOX_BYTES:
+            wire_tag = box.wire_tag
+        elif (
+            type(tag) is not int
+            or dst not in channel.addressed
+            or not 0 <= tag <= channel.max_tag
+            or nbytes > PIECE_BYTES
+            or (element := BY_DTYPE.get(x.dtype)) is None
+        ):
             return self._send(x, dst, tag)
+        else:
+            wire_tag = tag << CODE_BITS | element.code
+            if box is not None:
+                box.tag, box.dtype, box.wire_tag = tag, x.dtype, wire_tag
         request = None
         try:
-            wire_tag = tag << CODE_BITS | BY_DTYPE[x.dtype].code
             if nbytes <= BOX_BYTES:
-                opened = channel.opened
-                if dst in opened:
-                    sent = put(channel, opened[dst], x, nbytes, wire_tag, nbytes > SLOT_DATA_BYTES)
+                if box is not None:
+                    sent = put(channel, box, x, nbytes, wire_tag, nbytes > SLOT_DATA_BYTES)
                     if sent is not None:
                         return sent
                 elif channel.fastboxes.opens(dst):
@@ -70,7 +82,7 @@ class PointToPoint(Operations):
             if is_interruption(error):
                 keep(channel, request, dst, tag, x)
                 raise
-            if not isinstance(error, (BufferError, KeyError, ValueError)):
+            if not isinstance(error, (BufferError, ValueError)):
                 raise
         return self._send(x, dst, tag)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.progress import wire
-from mpdist.progress.backoff import message_credit
-from mpdist.progress.fastbox import BOX_BYTES, SIZE_BITS, SLOT_DATA_BYTES
+from mpdist.progress.backoff import USUAL_CREDIT, message_credit
+from mpdist.progress.fastbox import BOX_BYTES, CREDIT_BITS, SIZE_BITS, SLOT_DATA_BYTES
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
 from mpdist.progress.received import take, take_long
@@ -138,7 +138,7 @@ class ArrayReceive(Receive):
                     if nbytes <= EAGER_BYTES:
                         handle.Recv(memory)
                         self._done = self._looked_at = True
-                        engine.credit -= 1
+                        engine.credit -= USUAL_CREDIT
                     else:
                         for request in map(handle.Irecv, (memory,)):  # a name at once, as for the message
                             self._land(request, source)
@@ -165,7 +165,7 @@ class ArrayReceive(Receive):
         message = Message(self._x, self.src, self.tag, nbytes // self._element.itemsize, nbytes, self._element)
         order = -inbox.box.next_order()
         head = self._element.code << SIZE_BITS | nbytes
-        if not (take if nbytes <= SLOT_DATA_BYTES else take_long)(inbox, reader, message, head, self, order):
+        if not self._take_entry(inbox, reader, message, head, order):
             return False
         # No call between these.
         self._result = message
@@ -173,6 +173,11 @@ class ArrayReceive(Receive):
         if self._callbacks is not None:
             inbox.engine.finished += (self,)
         return True
+
+    def _take_entry(self, inbox: Inbox, reader: FastboxReader, message: Message, head: int, order: int) -> bool:
+        if self._nbytes <= SLOT_DATA_BYTES:
+            return take(inbox, reader, message, message.data, head, self, order)
+        return take_long(inbox, reader, message, head, self, order)
 
     def _meet_small(self, inbox: Inbox) -> bool:
         """Look for a moment into the fastboxes; whether that is the end of its looking, for whatever reason."""
@@ -196,13 +201,16 @@ class ArrayReceive(Receive):
                 else:
                     return False
                 reader.looks = inbox.looks_at_once
+            else:  # a few more looks had done
+                reader.rest -= 1
+                if reader.rest <= 0:
+                    reader.looks = inbox.looks_at_once
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
-        take_it = take if nbytes <= SLOT_DATA_BYTES else take_long
-        if nbytes <= BOX_BYTES and take_it(inbox, reader, self._result, head, self):
+        if nbytes <= BOX_BYTES and self._take_entry(inbox, reader, self._result, head, 0):
             # No call between these.
             self._done = self._looked_at = True
-            inbox.engine.credit -= 1
+            inbox.engine.credit -= 1 + (nbytes >> CREDIT_BITS)
             return True
         if reader.has_one():
             inbox.read(reader)

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpdist.errors import DeviceFailed, UsageError
-from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, Backoff
+from mpdist.progress.backoff import TURN_CREDIT, TURN_SECONDS, USUAL_CREDIT, Backoff
 from mpdist.progress.callback import call_back
 from mpdist.progress.doorbell import Doorbell, SilentDoorbell
 from mpdist.progress.thread import ProgressThread
@@ -241,7 +241,7 @@ class Engine:
             active = self.active
             if active and active[-1] is work and work._done and work._poll():
                 active.pop()
-        self.credit -= 1
+        self.credit -= USUAL_CREDIT
         if self.finished:
             self.flush()
         if len(self.active) > 2 * WINDOW:  # works that ended inside awaits are still listed

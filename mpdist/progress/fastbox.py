@@ -61,6 +61,9 @@ NOTHING = wire.NOTHING << SIZE_BITS
 READ_AT = (PAGE_BYTES - LINE_BYTES) // 8
 GONE = -1
 
+# Each so many bytes, as a power of 2, cost one credit more.
+CREDIT_BITS = 14
+
 # So many small arrays go by MPI before a box opens; each time that it is shut twice as many, up to the last.
 OPENS_AFTER = 3
 OPENS_AFTER_AT_MOST = 64
@@ -86,12 +89,13 @@ class Fastbox:
         peer: the member's rank in the world.
         words, memory: the page as words; the arena's memory.
         places, stretches: of each slot, see `places`; where its data lie that are too long for it, if anywhere.
+        tag, dtype, wire_tag: of the last array whose tag and type were looked at, and how these are told.
         small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
     """
 
     __slots__ = (
-        "after", "began", "block", "fence", "limit", "long_block", "memory", "number", "peer", "places", "small",
-        "stretches", "words",
+        "after", "began", "block", "dtype", "fence", "limit", "long_block", "memory", "number", "peer", "places",
+        "small", "stretches", "tag", "wire_tag", "words",
     )  # fmt: skip
 
     peer: int
@@ -107,6 +111,9 @@ class Fastbox:
         self.stretches: list[int] = []
         self.number = self.limit = self.began = self.small = 0
         self.after = OPENS_AFTER
+        self.tag = -1
+        self.dtype: Any = None
+        self.wire_tag = 0
 
     def look(self) -> None:
         """See how far its receiver has read."""
@@ -164,7 +171,7 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_l
         is_rung = True
     if is_rung:
         engine.doorbell.give_way()
-    engine.credit -= 1
+    engine.credit -= 1 + (nbytes >> CREDIT_BITS)
     sent = Sent() if engine.credit > 0 else SentAndTurn()
     sent._channel = channel
     return sent

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 ONCE = range(1)
 
+# Looking on is worth its time where more than so many come for each that does not come in time.
+WORTH = 4
+PAUSE_AT_MOST = 64
+
 _SIZE_MASK = (1 << SIZE_BITS) - 1
 
 
@@ -40,10 +44,14 @@ class FastboxReader:
         number: of the next entry; one of a later epoch has another.
         place: of its slot.
         looks: as often is looked for the next one by who asks for it, before its receive is posted.
+        rest: so many must have come between a receive's posting and its await before more looks are tried again.
         stretches: where data lay that are too long for a slot, by their offsets.
     """
 
-    __slots__ = ("fence", "looks", "memory", "number", "place", "places", "src", "stretches", "words")
+    __slots__ = (
+        "_missed", "_pause", "fence", "looks", "memory", "number", "place", "places", "rest", "src", "stretches",
+        "words",
+    )  # fmt: skip
 
     memory: mmap
     stretches: dict[int, Array]
@@ -56,6 +64,16 @@ class FastboxReader:
         self.number = 1
         self.place = self.places[1]
         self.looks = ONCE
+        self.rest = self._pause = 1
+        self._missed = 0
+
+    def look_less(self) -> None:
+        """Who asked for the next one has looked in vain; where little came since the last time, rest twice as long."""
+        if self.looks is not ONCE:
+            self._pause = 1 if self.number - self._missed > WORTH else min(2 * self._pause, PAUSE_AT_MOST)
+            self._missed = self.number
+            self.rest = self._pause
+            self.looks = ONCE
 
     def has_one(self) -> bool:
         """Whether there is an entry that may be read."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpdist.progress import wire
 from mpdist.progress.array_receive import ArrayReceive
-from mpdist.progress.backoff import message_credit
+from mpdist.progress.backoff import USUAL_CREDIT, message_credit
 from mpdist.progress.fastbox import EPOCH, GONE, READ_AT
 from mpdist.progress.fastbox_reader import FastboxReader, reader_of
 from mpdist.progress.mailbox import Mailbox
@@ -52,6 +52,7 @@ class Inbox:
         boxes, readers: the fastboxes of other members, by member, and those of them with one in turn first.
         looks, looks_at_once: as many into a box for a small message, between two of MPI's probes, and by who posts.
         unread: a message from one of them, until it is delivered.
+        is_polling: a message may be in a thread's hands, so that none that comes later may be taken.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -59,7 +60,7 @@ class Inbox:
         self.channel = channel
         self.engine = channel.engine
         self.box: Mailbox[Receive, Incoming] = Mailbox()
-        self.is_listening = False
+        self.is_listening = self.is_polling = False
         self.envelope = transport.envelope
         self.failure = transport.failure
         arguments = transport.any_source, transport.any_tag, transport.status
@@ -186,6 +187,13 @@ class Inbox:
 
     def poll(self, most: int = POLL_MESSAGES) -> bool:
         """Take what has arrived, so many messages at the most; True if anything has."""
+        was_polling, self.is_polling = self.is_polling, True
+        try:
+            return self._poll(most)
+        finally:
+            self.is_polling = was_polling
+
+    def _poll(self, most: int) -> bool:
         taken = 0
         while self.readers and self._read_one():
             taken += 1
@@ -335,7 +343,7 @@ class Inbox:
 
     def read(self, reader: FastboxReader) -> None:
         """Deliver the entry that is there."""
-        self.engine.credit -= 1
+        self.engine.credit -= USUAL_CREDIT
         sole = self.box.sole
         if sole is not None and (sole.accept_entry(reader) or not reader.has_one()):
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.memory import Buffer, as_buffer
 from mpdist.progress import wire
-from mpdist.progress.backoff import message_credit
+from mpdist.progress.backoff import USUAL_CREDIT, message_credit
 from mpdist.progress.fastbox import BOX_BYTES, SLOT_DATA_BYTES, put
 from mpdist.progress.interruption import is_interruption
 from mpdist.progress.message import Incoming, Message
@@ -101,7 +101,7 @@ def posted(channel: Channel, request: Request, dst: int, tag: int, lease: object
     if engine.doorbell.has_rung:
         engine.doorbell.give_way()
     if request.Test():
-        engine.credit -= 1
+        engine.credit -= USUAL_CREDIT
         sent = Sent() if engine.credit > 0 else SentAndTurn()
         sent._channel = channel
         return sent

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpdist.errors import UsageError
 from mpdist.progress.array_receive import ArrayReceive
+from mpdist.progress.backoff import USUAL_CREDIT
 from mpdist.progress.message import Message
 from mpdist.progress.unbegun import Wrapped
 from mpdist.progress.work import Work
@@ -116,7 +117,7 @@ class SendReceive(Wrapped[Message]):
         engine, send = self._channel.engine, self._send
         for _ in engine.quick_polls:
             if send._poll():
-                engine.credit -= 1
+                engine.credit -= USUAL_CREDIT
                 return
 
     def _poll(self) -> bool:

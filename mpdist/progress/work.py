@@ -20,7 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from mpdist.errors import CommunicationError, MpdistError, UsageError, WorkTimeout
-from mpdist.progress.backoff import TURN_CREDIT
+from mpdist.progress.backoff import TURN_CREDIT, USUAL_CREDIT
 from mpdist.progress.interruption import is_interruption
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ class Requested(Work[T]):
                             for _ in engine.quick_polls:
                                 if test():
                                     self._complete()
-                                    engine.credit -= 1
+                                    engine.credit -= USUAL_CREDIT
                                     break
                                 request = None  # so that the loop jumps back within `with`, see `interruption`
                         except Exception as error:

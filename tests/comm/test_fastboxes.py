@@ -31,6 +31,7 @@ from mpdist.progress.fastbox import (
     SLOTS,
     STRETCHES,
 )
+from mpdist.progress.fastbox_reader import ONCE
 from mpdist.progress.inbox import POLL_MESSAGES
 from mpdist.progress.received import Received
 
@@ -354,6 +355,63 @@ def test_a_thread_that_sends_while_another_one_opens_the_box_keeps_its_order(
     assert [comm.recv(src=0, tag=5).wait(20).data[0] for _ in range(2)] == [1, 2]
     while comm._channel.inbox.box.messages:
         comm.recv(src=0).wait(20)
+
+
+@pytest.mark.ranks(2)
+async def test_what_came_late_by_a_little_is_looked_for_longer_the_next_time(comm: Communicator) -> None:
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.recv(src=1)
+        await comm.send(np.array([1]), 1)
+        await comm.recv(src=1)
+        return
+    inbox = comm._channel.inbox
+    reader = inbox.boxes[0]
+    reader.looks, reader.rest = ONCE, 1
+    with nothing_pending(comm):
+        work = comm.recv(np.zeros(1, int), 0)
+        comm.send(b"", 0)  # not awaited: the loop's turn would take the entry
+        while not reader.has_one():
+            pass
+        await work
+    assert reader.looks is inbox.looks_at_once
+    await comm.send(b"", 0)
+
+
+@pytest.mark.ranks(2)
+async def test_a_receive_waits_for_what_another_thread_is_about_to_keep(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, where the Engine has found it."""
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.send(np.array([1]), 1)
+        await comm.send(np.array([2]), 1)
+        await comm.recv(src=1)
+        return
+    inbox, engine = comm._channel.inbox, comm._channel.engine
+    is_kept = threading.Event()
+    keep = inbox.box.keep
+
+    def keep_slowly(incoming: Any) -> None:
+        is_kept.set()
+        time.sleep(0.05)
+        keep(incoming)
+
+    def look() -> None:
+        while not inbox.boxes[0].has_one():
+            pass
+        with engine.lock:
+            inbox.poll_once()
+
+    monkeypatch.setattr(inbox.box, "keep", keep_slowly)
+    other = threading.Thread(target=look)
+    other.start()
+    is_kept.wait()
+    with nothing_pending(comm):
+        assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
+    other.join()
+    await comm.send(b"", 0)
 
 
 @pytest.mark.ranks(2)

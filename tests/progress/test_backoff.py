@@ -70,4 +70,4 @@ def test_a_message_costs_at_least_one_credit_and_more_the_larger_it_is(nbytes: i
 
 
 def test_a_turn_of_small_messages_is_bounded() -> None:
-    assert TURN_CREDIT * message_credit(8) <= 64
+    assert TURN_CREDIT // message_credit(8) <= 64
