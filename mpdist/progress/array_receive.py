@@ -17,7 +17,7 @@ from mpdist.progress.backoff import USUAL_CREDIT, message_credit
 from mpdist.progress.fastbox import BOX_BYTES, CREDIT_BITS, SIZE_BITS, SLOT_DATA_BYTES
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
-from mpdist.progress.received import take, take_long
+from mpdist.progress.received import as_bytes, take, take_long
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -176,8 +176,8 @@ class ArrayReceive(Receive):
 
     def _take_entry(self, inbox: Inbox, reader: FastboxReader, message: Message, head: int, order: int) -> bool:
         if self._nbytes <= SLOT_DATA_BYTES:
-            return take(inbox, reader, message, message.data, head, self, order)
-        return take_long(inbox, reader, message, head, self, order)
+            return take(inbox, reader, message, head, self, order)
+        return take_long(inbox, reader, message, as_bytes(message.data, self._element), head, self, order)
 
     def _meet_small(self, inbox: Inbox) -> bool:
         """Look for a moment into the fastboxes; whether that is the end of its looking, for whatever reason."""

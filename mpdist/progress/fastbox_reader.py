@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpdist.memory import BY_CODE
-from mpdist.memory.elements import Array
 from mpdist.progress import wire
 from mpdist.progress.fastbox import (
     BOX_BYTES,
@@ -54,7 +53,7 @@ class FastboxReader:
     )  # fmt: skip
 
     memory: mmap
-    stretches: dict[int, Array]
+    stretches: dict[int, memoryview]
     fence: Callable[[], object] | None
 
     def __init__(self, src: int, words: memoryview[int], offset: int) -> None:
@@ -79,11 +78,11 @@ class FastboxReader:
         """Whether there is an entry that may be read."""
         return self.words[self.place[0]] == self.number
 
-    def long_data(self, offset: int, nbytes: int) -> Array:
+    def long_data(self, offset: int, nbytes: int) -> memoryview:
         """Those that do not lie in a slot."""
         stretch = self.stretches.get(offset)
         if stretch is None:
-            self.stretches[offset] = stretch = np.frombuffer(self.memory, np.uint8, BOX_BYTES, offset)
+            self.stretches[offset] = stretch = memoryview(self.memory)[offset : offset + BOX_BYTES]
         return stretch[:nbytes]
 
     def pass_on(self, inbox: Inbox) -> Incoming | None:
@@ -112,7 +111,7 @@ class FastboxReader:
         return incoming
 
 
-def incoming_of(src: int, head: int, data: bytes | Array) -> Incoming | None:
+def incoming_of(src: int, head: int, data: bytes | memoryview) -> Incoming | None:
     """The message of an entry, with a copy of these data, all of its own; None for one that could not be filled."""
     wire_tag = head >> SIZE_BITS
     code = wire_tag & wire.CODE_MASK

@@ -25,6 +25,7 @@ from mpdist.progress.wire import CODE_BITS
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from mpdist.memory import Element
     from mpdist.progress.inbox import Inbox
     from mpdist.progress.receive import Receive
 
@@ -42,7 +43,7 @@ class Received(Wrapped[Message]):
         order: the place of its message in the mailbox, should nobody come for it.
     """
 
-    __slots__ = ("_channel", "_looked_at", "_result", "order")
+    __slots__ = ("_channel", "_error", "_looked_at", "_result", "order")
 
     order: int
     op = "recv"
@@ -84,10 +85,10 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     work = Received()
     work._channel = inbox.channel
     work._looked_at = False
+    work._error = None
     work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
     work.order = inbox.box.next_order()
-    is_long = nbytes > SLOT_DATA_BYTES
-    into = None if is_long else memoryview(x)  # type: ignore[arg-type]  # NumPy's stub
+    into = None if nbytes <= SLOT_DATA_BYTES else as_bytes(x, element)
     head = element.code << SIZE_BITS | nbytes
     reader = inbox.boxes.get(src, NO_READER)  # another thread may have found that it was closed
     words = reader.words
@@ -99,27 +100,17 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     else:
         reader.look_less()
         return None
-    # Where all is done without a call, nobody needs the lock, which takes a tenth of the way there and back.
-    is_met = (
-        _take_long(inbox, reader, message, head, work.order) if is_long else take(inbox, reader, message, into, head)
-    )
-    if not is_met:
+    if not (take(inbox, reader, message, head) if into is None else take_long(inbox, reader, message, into, head)):
         return None
     engine.credit -= 1 + (nbytes >> CREDIT_BITS)
     return work
 
 
-def _take_long(inbox: Inbox, reader: FastboxReader, message: Message, head: int, order: int) -> bool:
-    """Take a long entry for a receive that nobody waits for yet."""
-    is_met = False
-    try:
-        with inbox.engine.lock:
-            is_met = take_long(inbox, reader, message, head)
-    except BaseException:  # of a signal's handler, when the lock was given back
-        if is_met:
-            give_back(inbox, message, order)
-        raise
-    return is_met
+def as_bytes(x: ndarray[Any, Any], element: Element) -> memoryview:
+    """The memory of a contiguous array."""
+    if element.kind == "complex":  # of which Python knows no format
+        x = x.reshape(-1).view(np.uint8)
+    return memoryview(x).cast("B")  # type: ignore[arg-type]  # NumPy's stub
 
 
 def give_back(inbox: Inbox, message: Message, order: int) -> None:
@@ -133,21 +124,15 @@ def give_back(inbox: Inbox, message: Message, order: int) -> None:
 
 
 def take(
-    inbox: Inbox,
-    reader: FastboxReader,
-    message: Message,
-    into: Any,
-    head: int,
-    sole: Receive | None = None,
-    order: int = 0,
+    inbox: Inbox, reader: FastboxReader, message: Message, head: int, sole: Receive | None = None, order: int = 0
 ) -> bool:
     """Let the entry that is there be the message, whose array gets it; False if it is not what is wanted.
 
-    Under the Engine's lock where a receive waits; without one it may be called without the lock.
+    Under the Engine's lock where a receive waits. Where none does nobody needs it: all is done without a call, and to
+    take it costs a tenth of the way there and back.
 
     Args:
         message: what is wanted; in the place of any source and any tag come those of the entry.
-        into: its array, or a view of its memory.
         head: of what is wanted, without its tag.
         sole: the receive that wants it, which waits alone, and no more when it is met; None: none waits.
         order: what that gets for its place.
@@ -182,7 +167,7 @@ def take(
         box.receives = 0
         sole.order = order
     try:
-        _WRITE[nbytes](into, 0, data)
+        _WRITE[nbytes](message.data, 0, data)
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it
         incoming = incoming_of(reader.src, found, data)
         assert incoming is not None
@@ -196,14 +181,19 @@ def take(
 
 
 def take_long(
-    inbox: Inbox, reader: FastboxReader, message: Message, head: int, sole: Receive | None = None, order: int = 0
+    inbox: Inbox,
+    reader: FastboxReader,
+    message: Message,
+    into: memoryview,
+    head: int,
+    sole: Receive | None = None,
+    order: int = 0,
 ) -> bool:
     """The same where the data do not lie in the slot: they are copied once, from where they are.
 
-    During the copy other threads run, who find the Engine's lock taken. What is interrupted within it has written into
-    the array, and the message stays where it is.
+    Args:
+        into: the memory of the message's array, see `as_bytes`.
     """
-    box = inbox.box
     number = reader.number
     if reader.fence is not None:
         reader.fence()
@@ -213,21 +203,20 @@ def take_long(
     tag = message.tag
     if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
-    data = reader.long_data(words[head_at + 1], message.nbytes)
-    try:
-        array = message.data.reshape(-1).view(np.uint8)
-        if reader.number != number or box.sole is not sole or (sole is None and (box.receives or box.messages)):
-            return False
-        array[:] = data
-    except BaseException as error:
-        if is_interruption(error):
-            raise
-        return False  # the array takes nothing; the general way says why
-    if reader.fence is not None:
-        reader.fence()
-    if reader.number != number or box.sole is not sole or (sole is None and (box.receives or box.messages)):
+    if into.readonly:  # by now; the general way says so
         return False
-    # No call from here on.
+    data = reader.long_data(words[head_at + 1], message.nbytes)
+    box = inbox.box
+    if reader.fence is not None:  # then the data must have been read before others learn of it
+        into[:] = data
+        reader.fence()
+    if reader.number != number or box.sole is not sole:  # as above
+        return False
+    if sole is None and (box.receives or box.messages or inbox.is_polling or inbox.unread is not None):
+        return False
+    # No call in these.
+    if reader.fence is None:
+        into[:] = data
     words[READ_AT] = number
     reader.number = number = number + 1
     reader.place = reader.places[number & SLOTS - 1]
