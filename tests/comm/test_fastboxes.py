@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from comm.meeting import met
 import mpdist
 from mpdist import ANY_SOURCE, ANY_TAG, Communicator
 from mpdist.memory import as_buffer
-from mpdist.progress import wire
 from mpdist.progress.doorbell import ASLEEP
 from mpdist.progress.fastbox import (
     BOX_BYTES,
@@ -296,68 +294,6 @@ async def test_messages_of_several_ranks_that_send_much_all_come(comm: Communica
 
 
 @pytest.mark.ranks(2)
-def test_each_thread_that_sends_keeps_its_order(comm: Communicator) -> None:
-    """Three threads send small and large arrays to the same rank, where one receives for each."""
-    number_of, threads = 300, 3
-    if not comm._channel.engine.is_threaded:
-        pytest.skip("MPI may not be called from several threads")
-
-    def send(tag: int) -> None:
-        sizes = random.Random(tag)
-        for number in range(number_of):
-            comm.send(np.full(sizes.choice([1, 1, 1, 1, 1, 1, 1, 500, LARGE]), number), 1, tag).wait()
-
-    def receive(tag: int) -> None:
-        sizes = random.Random(tag)
-        for number in range(number_of):
-            size = sizes.choice([1, 1, 1, 1, 1, 1, 1, 500, LARGE])
-            got.append((tag, number, comm.recv(np.zeros(size, int), 0, tag).wait(30).data.tolist() == [number] * size))
-
-    got: list[tuple[int, int, bool]] = []
-    workers = [threading.Thread(target=receive if comm.rank else send, args=(tag,)) for tag in range(threads)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
-    if comm.rank:
-        assert len(got) == threads * number_of
-        assert all(is_right for _, _, is_right in got), [each for each in got if not each[2]][:3]
-
-
-@pytest.mark.ranks(2)
-def test_a_thread_that_sends_while_another_one_opens_the_box_keeps_its_order(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MPI is called without Python's lock: here the other thread has all its turns in that call."""
-    channel = comm._channel
-    isend = channel.isend
-
-    def interleaved(spec: list[Any], dst: int, wire_tag: int) -> Any:
-        if wire_tag == wire.FASTBOX:
-            other = threading.Thread(target=send_both)
-            other.start()
-            other.join(1)  # it may have to wait for the Engine's lock
-        return isend(spec, dst, wire_tag)
-
-    def send_both() -> None:
-        works.append(comm.send(np.array([1]), 1, 5))
-        works.append(comm.send(np.full(50, 2), 1, 5))
-
-    if comm.rank == 0:
-        monkeypatch.setattr(channel, "isend", interleaved)
-        monkeypatch.setattr(channel.transport, "isend", interleaved)
-        works: list[mpdist.Work[None]] = []
-        while len(works) < 2:
-            comm.send(np.array([0]), 1).wait()
-        for work in works:
-            work.wait()
-        return
-    assert [comm.recv(src=0, tag=5).wait(20).data[0] for _ in range(2)] == [1, 2]
-    while comm._channel.inbox.box.messages:
-        comm.recv(src=0).wait(20)
-
-
-@pytest.mark.ranks(2)
 async def test_what_came_late_by_a_little_is_looked_for_longer_the_next_time(comm: Communicator) -> None:
     await open_box(comm)
     if comm.rank == 0:
@@ -375,73 +311,6 @@ async def test_what_came_late_by_a_little_is_looked_for_longer_the_next_time(com
             pass
         await work
     assert reader.looks is inbox.looks_at_once
-    await comm.send(b"", 0)
-
-
-@pytest.mark.ranks(2)
-async def test_a_receive_waits_for_what_another_thread_is_about_to_keep(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same, where the Engine has found it."""
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
-        return
-    inbox, engine = comm._channel.inbox, comm._channel.engine
-    is_kept = threading.Event()
-    keep = inbox.box.keep
-
-    def keep_slowly(incoming: Any) -> None:
-        is_kept.set()
-        time.sleep(0.05)
-        keep(incoming)
-
-    def look() -> None:
-        while not inbox.boxes[0].has_one():
-            pass
-        with engine.lock:
-            inbox.poll_once()
-
-    monkeypatch.setattr(inbox.box, "keep", keep_slowly)
-    other = threading.Thread(target=look)
-    other.start()
-    is_kept.wait()
-    with nothing_pending(comm):
-        assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
-    other.join()
-    await comm.send(b"", 0)
-
-
-@pytest.mark.ranks(2)
-async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communicator) -> None:
-    """It reads an entry and has not delivered it yet, so the next one is not for whoever comes now."""
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
-        return
-    inbox, engine = comm._channel.inbox, comm._channel.engine
-    has_read = threading.Event()
-
-    def read() -> None:
-        reader = inbox.boxes[0]
-        with engine.lock:
-            while not reader.has_one():
-                pass
-            incoming = reader.pass_on(inbox)
-            assert incoming is not None
-            has_read.set()
-            time.sleep(0.05)
-            inbox.deliver(incoming)
-
-    other = threading.Thread(target=read)
-    other.start()
-    has_read.wait()
-    assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
-    other.join()
     await comm.send(b"", 0)
 
 
