@@ -55,7 +55,12 @@ class ArrayReceive(Receive):
             if self._channel.inbox.box.sole is self and engine.credit > 0:
                 try:
                     with engine.lock:
-                        self._meet()
+                        inbox = self._channel.inbox
+                        was_in_hand, inbox.is_in_hand = inbox.is_in_hand, True
+                        try:
+                            self._meet()
+                        finally:
+                            inbox.is_in_hand = was_in_hand
                     if engine.finished or self._callbacks is not None:
                         self._announce()
                 except BaseException:  # of a signal's handler
@@ -162,10 +167,13 @@ class ArrayReceive(Receive):
         nbytes = self._nbytes
         if inbox.box.sole is not self or nbytes > BOX_BYTES or (self.src != reader.src and self.src >= 0):
             return False  # a signal's handler may have withdrawn it
+        number = reader.number
+        if reader.words[reader.place[0]] != number:  # it may have received the entry, too
+            return False
         message = Message(self._x, self.src, self.tag, nbytes // self._element.itemsize, nbytes, self._element)
         order = -inbox.box.next_order()
         head = self._element.code << SIZE_BITS | nbytes
-        if not self._take_entry(inbox, reader, message, head, order):
+        if not self._take_entry(inbox, reader, number, message, head, order):
             return False
         # No call between these.
         self._result = message
@@ -174,10 +182,13 @@ class ArrayReceive(Receive):
             inbox.engine.finished += (self,)
         return True
 
-    def _take_entry(self, inbox: Inbox, reader: FastboxReader, message: Message, head: int, order: int) -> bool:
+    def _take_entry(
+        self, inbox: Inbox, reader: FastboxReader, number: int, message: Message, head: int, order: int
+    ) -> bool:
         if self._nbytes <= SLOT_DATA_BYTES:
-            return take(inbox, reader, message, head, self, order)
-        return take_long(inbox, reader, message, as_bytes(message.data, self._element), head, self, order)
+            return take(inbox, reader, number, message, head, self, order)
+        into = as_bytes(message.data, self._element)
+        return take_long(inbox, reader, number, message, into, head, self, order)
 
     def _meet_small(self, inbox: Inbox) -> bool:
         """Look for a moment into the fastboxes; whether that is the end of its looking, for whatever reason."""
@@ -187,6 +198,9 @@ class ArrayReceive(Receive):
             if found is None:
                 return False
             reader = found
+            number = reader.number
+            if reader.words[reader.place[0]] != number:  # a signal's handler has received it
+                return False
         elif src not in inbox.boxes:
             return False
         else:
@@ -207,7 +221,7 @@ class ArrayReceive(Receive):
                     reader.looks = inbox.looks_at_once
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
-        if nbytes <= BOX_BYTES and self._take_entry(inbox, reader, self._result, head, 0):
+        if nbytes <= BOX_BYTES and self._take_entry(inbox, reader, number, self._result, head, 0):
             # No call between these.
             self._done = self._looked_at = True
             inbox.engine.credit -= 1 + (nbytes >> CREDIT_BITS)

@@ -36,7 +36,7 @@ _SIZE_MASK = (1 << SIZE_BITS) - 1
 
 
 class FastboxReader:
-    """What its receiver knows of one. What is there is read under the Engine's lock.
+    """What its receiver knows of one. Under the Engine's lock, but for `received.take`.
 
     Attributes:
         src: whose it is.

@@ -52,7 +52,7 @@ class Inbox:
         boxes, readers: the fastboxes of other members, by member, and those of them with one in turn first.
         looks, looks_at_once: as many into a box for a small message, between two of MPI's probes, and by who posts.
         unread: a message from one of them, until it is delivered.
-        is_polling: a message may be in a thread's hands, so that none that comes later may be taken.
+        is_in_hand: a thread may have a message in hand that comes back: so none that comes later may be taken.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -60,7 +60,7 @@ class Inbox:
         self.channel = channel
         self.engine = channel.engine
         self.box: Mailbox[Receive, Incoming] = Mailbox()
-        self.is_listening = self.is_polling = False
+        self.is_listening = self.is_in_hand = False
         self.envelope = transport.envelope
         self.failure = transport.failure
         arguments = transport.any_source, transport.any_tag, transport.status
@@ -139,6 +139,7 @@ class Inbox:
         """A kept message meets its receive; a misfit stays where it is."""
         engine = self.engine
         box = self.box
+        was_in_hand, self.is_in_hand = self.is_in_hand, True
         try:
             box.remove(message)
             if message.arriving is not None or engine.credit <= 0:
@@ -159,6 +160,8 @@ class Inbox:
             elif message.order > 0:
                 box.remove(message)
             raise
+        finally:
+            self.is_in_hand = was_in_hand
 
     def give_back(self, incoming: Incoming) -> None:
         """A cancelled receive returns its message: the next one gets it, in the old order."""
@@ -187,11 +190,11 @@ class Inbox:
 
     def poll(self, most: int = POLL_MESSAGES) -> bool:
         """Take what has arrived, so many messages at the most; True if anything has."""
-        was_polling, self.is_polling = self.is_polling, True
+        was_in_hand, self.is_in_hand = self.is_in_hand, True
         try:
             return self._poll(most)
         finally:
-            self.is_polling = was_polling
+            self.is_in_hand = was_in_hand
 
     def _poll(self, most: int) -> bool:
         taken = 0

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # What puts so many bytes into an array: less than half of the time of a view of it.
 _WRITE = [Struct(f"{nbytes}s").pack_into for nbytes in range(SLOT_DATA_BYTES + 1)]
 _TAG_SHIFT = SIZE_BITS + CODE_BITS
+# A slice of its own could start the collection of garbage, and so whatever its finalizers call.
+_ALL = slice(None)
 # Of the head of an entry, what a receive of any tag compares.
 _ANY_TAG = (1 << _TAG_SHIFT) - 1
 
@@ -81,6 +83,11 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     # What is pending goes on only where MPI is called, as waiting for a message does.
     if element is None or nbytes > BOX_BYTES or not x.flags.carray or engine.active or engine.credit <= 0:
         return None
+    reader = inbox.boxes.get(src, NO_READER)  # another thread may have found that it was closed
+    # Of one entry: with no call between them. Where a signal's handler or another thread receives it, `take` finds out.
+    words = reader.words
+    at = reader.place[0]
+    number = reader.number
     # Made while the message is still under way.
     work = Received()
     work._channel = inbox.channel
@@ -90,17 +97,18 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     work.order = inbox.box.next_order()
     into = None if nbytes <= SLOT_DATA_BYTES else as_bytes(x, element)
     head = element.code << SIZE_BITS | nbytes
-    reader = inbox.boxes.get(src, NO_READER)  # another thread may have found that it was closed
-    words = reader.words
-    at = reader.place[0]
-    number = reader.number
     for _ in reader.looks:
         if words[at] == number:
             break
     else:
         reader.look_less()
         return None
-    if not (take(inbox, reader, message, head) if into is None else take_long(inbox, reader, message, into, head)):
+    is_met = (
+        take(inbox, reader, number, message, head)
+        if into is None
+        else take_long(inbox, reader, number, message, into, head)
+    )
+    if not is_met:
         return None
     engine.credit -= 1 + (nbytes >> CREDIT_BITS)
     return work
@@ -124,20 +132,27 @@ def give_back(inbox: Inbox, message: Message, order: int) -> None:
 
 
 def take(
-    inbox: Inbox, reader: FastboxReader, message: Message, head: int, sole: Receive | None = None, order: int = 0
+    inbox: Inbox,
+    reader: FastboxReader,
+    number: int,
+    message: Message,
+    head: int,
+    sole: Receive | None = None,
+    order: int = 0,
 ) -> bool:
-    """Let the entry that is there be the message, whose array gets it; False if it is not what is wanted.
+    """Let an entry be the message, whose array gets it; False if it is not what is wanted, or no more the next one.
 
-    Under the Engine's lock where a receive waits. Where none does nobody needs it: all is done without a call, and to
-    take it costs a tenth of the way there and back.
+    Under the Engine's lock where a receive waits. Where none does, the lock is not taken, which costs a tenth of the
+    way there and back: whether somebody else has got it, waits, or has a message in hand is seen, with no call in
+    between, before it is taken.
 
     Args:
+        number: of the entry, which is there.
         message: what is wanted; in the place of any source and any tag come those of the entry.
         head: of what is wanted, without its tag.
         sole: the receive that wants it, which waits alone, and no more when it is met; None: none waits.
         order: what that gets for its place.
     """
-    number = reader.number
     if reader.fence is not None:
         reader.fence()
     words = reader.words
@@ -153,8 +168,8 @@ def take(
     box = inbox.box
     if reader.number != number or box.sole is not sole:  # a signal's handler has received it, posted or withdrawn one
         return False
-    if sole is None and (box.receives or box.messages or inbox.is_polling or inbox.unread is not None):
-        return False  # likewise, or another thread has one in hand
+    if sole is None and (box.receives or box.messages or inbox.is_in_hand or inbox.unread is not None):
+        return False  # likewise, or another thread has
     # No call in these: it is read as a whole, whatever handler comes.
     words[READ_AT] = number
     reader.number = number = number + 1
@@ -183,6 +198,7 @@ def take(
 def take_long(
     inbox: Inbox,
     reader: FastboxReader,
+    number: int,
     message: Message,
     into: memoryview,
     head: int,
@@ -194,7 +210,6 @@ def take_long(
     Args:
         into: the memory of the message's array, see `as_bytes`.
     """
-    number = reader.number
     if reader.fence is not None:
         reader.fence()
     words = reader.words
@@ -205,18 +220,17 @@ def take_long(
         return False
     if into.readonly:  # by now; the general way says so
         return False
-    data = reader.long_data(words[head_at + 1], message.nbytes)
-    box = inbox.box
-    if reader.fence is not None:  # then the data must have been read before others learn of it
-        into[:] = data
+    data: bytes | memoryview = reader.long_data(words[head_at + 1], message.nbytes)
+    if reader.fence is not None:
+        data = bytes(data)
         reader.fence()
+    box = inbox.box
     if reader.number != number or box.sole is not sole:  # as above
         return False
-    if sole is None and (box.receives or box.messages or inbox.is_polling or inbox.unread is not None):
+    if sole is None and (box.receives or box.messages or inbox.is_in_hand or inbox.unread is not None):
         return False
     # No call in these.
-    if reader.fence is None:
-        into[:] = data
+    into[_ALL] = data
     words[READ_AT] = number
     reader.number = number = number + 1
     reader.place = reader.places[number & SLOTS - 1]

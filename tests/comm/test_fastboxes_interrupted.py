@@ -15,8 +15,10 @@ import pytest
 from comm.boxes import LARGE, LONG, nothing_pending, open_box, until_mpi_has_one
 from progress.interruptions import Interrupted, Interruptions, raising
 
+import mpdist
 from mpdist import Communicator
-from mpdist.progress.fastbox import OPENS_AFTER
+from mpdist.progress import received
+from mpdist.progress.fastbox import OPENS_AFTER, SLOTS
 from mpdist.progress.received import Received
 
 pytestmark = pytest.mark.ranks(2)
@@ -227,3 +229,68 @@ async def test_no_message_is_lost_where_a_handler_posts_or_withdraws_a_receive_w
         if interruptions.left >= 0:
             break
     assert number > 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("length", [1, LONG])
+async def test_an_entry_that_a_handler_receives_as_it_is_taken_is_taken_once(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The slot after it has an old entry, which looks like the next one."""
+    await open_box(comm)
+    if comm.rank == 0:
+        for number in range(3 * SLOTS):
+            await comm.send(np.full(length, number), 1)
+            await comm.recv(src=1)
+        return
+    for number in range(3 * SLOTS - 2):
+        assert (await comm.recv(np.zeros(length, int), 0)).data[0] == number
+        await comm.send(b"", 0)
+    got: list[mpdist.Work[Any]] = []
+    name = "take" if length == 1 else "take_long"
+    taking = getattr(received, name)
+
+    def interrupted(*arguments: Any) -> bool:
+        monkeypatch.setattr(received, name, taking)
+        got.append(comm.recv(np.zeros(length, int), 0))
+        return bool(taking(*arguments))
+
+    while not comm._channel.inbox.boxes[0].has_one():
+        pass
+    with nothing_pending(comm):
+        monkeypatch.setattr(received, name, interrupted)
+        got.append(comm.recv(np.zeros(length, int), 0))
+    await comm.send(b"", 0)
+    assert [(await work).data[0] for work in got] == [3 * SLOTS - 2, 3 * SLOTS - 1]
+    await comm.send(b"", 0)
+
+
+@pytest.mark.ranks(2)
+async def test_what_a_handler_receives_first_comes_first_when_both_are_given_back(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.send(np.array([1]), 1)
+        await comm.send(np.array([2]), 1)
+        await comm.recv(src=1)
+        return
+    inbox = comm._channel.inbox
+    next_order = inbox.box.next_order
+    got: list[mpdist.Work[Any]] = []
+
+    def interrupted() -> int:
+        order = next_order()
+        monkeypatch.setattr(inbox.box, "next_order", next_order)
+        got.append(comm.recv(np.zeros(1, int), 0))
+        return order
+
+    while not inbox.boxes[0].has_one():
+        pass
+    monkeypatch.setattr(inbox.box, "next_order", interrupted)
+    with nothing_pending(comm):
+        got.append(comm.recv(np.zeros(1, int), 0))
+    for work in got:
+        work._abandon()
+    assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
+    await comm.send(b"", 0)

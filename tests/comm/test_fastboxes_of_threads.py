@@ -15,6 +15,7 @@ from comm.boxes import LARGE, nothing_pending, open_box
 import mpdist
 from mpdist import Communicator
 from mpdist.progress import wire
+from mpdist.progress.array_receive import ArrayReceive
 
 
 @pytest.mark.ranks(2)
@@ -143,6 +144,43 @@ async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communi
     has_read.wait()
     assert [(await comm.recv(np.zeros(1, int), 0)).data[0] for _ in range(2)] == [1, 2]
     other.join()
+    await comm.send(b"", 0)
+
+
+@pytest.mark.ranks(2)
+async def test_what_does_not_fit_a_receive_is_the_first_for_another_threads(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.send(np.array([1]), 1)
+        await comm.send(np.array([2]), 1)
+        await comm.recv(src=1)
+        return
+    does_not_fit = threading.Event()
+    accept = ArrayReceive.accept
+    got = []
+
+    def accept_slowly(self: ArrayReceive, incoming: Any) -> bool:
+        fits = accept(self, incoming)
+        if not fits:
+            does_not_fit.set()
+            time.sleep(0.05)
+        return fits
+
+    def receive() -> None:
+        does_not_fit.wait()
+        got.append(comm.recv(np.zeros(1, int), 0).wait(20).data[0])
+
+    while not comm._channel.inbox.boxes[0].has_one():
+        pass
+    monkeypatch.setattr(ArrayReceive, "accept", accept_slowly)
+    other = threading.Thread(target=receive)
+    other.start()
+    with nothing_pending(comm), pytest.raises(mpdist.UnsupportedBuffer):
+        await comm._post_receive(np.zeros(1), 0, 0)
+    other.join()
+    assert [*got, (await comm.recv(np.zeros(1, int), 0)).data[0]] == [1, 2]
     await comm.send(b"", 0)
 
 

@@ -325,6 +325,29 @@ def test_hooks_see_gradients_that_are_not_averaged(comm: Communicator, where: st
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("hook", ["on the gradient", "after it"])
+def test_hooks_that_change_the_weight_come_after_the_gradient_of_the_rows(
+    comm: Communicator, name: str, hook: str
+) -> None:
+    net = mlp(6, 3)
+
+    def change(_: Tensor) -> None:
+        net[0].weight.data.mul_(2)
+
+    parameter = getattr(net[0], name)
+    register = parameter.register_hook if hook == "on the gradient" else parameter.register_post_accumulate_grad_hook
+    with wrapped(net, comm) as model:
+        for number in range(3):
+            model.zero_grad()
+            x = inputs(comm, number, (4, 6), torch.float64).requires_grad_()
+            (expected,) = torch.autograd.grad(loss_of(net, x), x)
+            handle = register(change)
+            loss_of(model, x).backward()
+            handle.remove()
+            assert_equal([x.grad], [expected])
+
+
 # ------------------------------------------------------------------ derivatives of some tensors only
 
 

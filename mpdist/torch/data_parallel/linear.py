@@ -9,7 +9,7 @@ any fresh gradient that nothing else is added to.
 Where anything is not as usual (transforms, modes, autocast, checkpoints, which count what a forward saves, a compiler),
 forward is torch's. Whether the place is free, and no hook of the program would see what is there, is known in backward
 only: where it is not, the node returns a gradient in memory of its own. Hooks on nodes of the graph cannot be seen:
-those of AccumulateGrad get a gradient that is divided already.
+those of AccumulateGrad get a gradient that is divided already, and must not change a weight where a thread drives.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _multiplied(rows: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, reducer: Reducer) -> Tensor:
     """Rows by a weight, as a node of our own; two where a thread could have the weight's gradient under way."""
     later = None
-    if reducer.overlap.has_thread and rows.requires_grad:
+    if reducer.overlap.has_thread and rows.requires_grad and weight.requires_grad:
         later = cast(Callable[..., Tensor], _Later.apply)(rows, weight.detach())
     return cast(Callable[..., Tensor], _Multiply.apply)(rows, weight, bias, later, slot, reducer)
 
@@ -165,7 +165,7 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, weight if ctx.needs_input_grad[0] else None)
-        ctx.slot, ctx.reducer = slot, reducer
+        ctx.slot, ctx.reducer, ctx.bias = slot, reducer, bias
         return _linear(rows, weight, bias)
 
     @staticmethod
@@ -178,8 +178,8 @@ class _Multiply(torch.autograd.Function):
             needed and (is_whole or _is_asked_for(ctx.next_functions[index][0]))
             for index, needed in enumerate(ctx.needs_input_grad[:4])
         )
-        # Derivatives need the weight itself, and a hook might change it before.
-        is_later = is_later and not torch.is_grad_enabled() and not ctx.slot.has_other_hooks()
+        # Derivatives need the weight itself, and hooks, which run before, might change it.
+        is_later = is_later and not (torch.is_grad_enabled() or _has_hooks(ctx.slot.parameter) or _has_hooks(ctx.bias))
         return (
             gradient.mm(weight) if of_rows and not is_later else None,
             _of_weight(gradient.t(), rows, ctx.slot, ctx.reducer) if of_weight else None,
@@ -207,6 +207,14 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         return None if gradient is None else gradient.mm(weight), None
+
+
+def _has_hooks(parameter: Tensor | None) -> bool:
+    """Whether hooks of the program run where the gradient of a parameter comes or is complete."""
+    if parameter is None:
+        return False
+    # Ours is one of these.
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def _is_asked_for(node: Any) -> bool:
@@ -239,6 +247,5 @@ def _is_free(slot: Slot, reducer: Reducer) -> bool:
         and not (slot.is_placed or slot.is_mixed or slot.fired)
         and slot.due == 1
         and not torch.is_grad_enabled()
-        and not parameter._backward_hooks
-        and not slot.has_other_hooks()
+        and not _has_hooks(parameter)
     )
