@@ -27,7 +27,7 @@ from mpdist.memory.scratch import BLOCK_BYTES, SCRATCH, blocks
 # Two sources need no scratch: they and the result are to stay in a core's cache.
 PAIR_BYTES = 2 * BLOCK_BYTES
 
-# Where the result has memory of its own, it is what stays in the cache.
+# Where the result has memory of its own, it is what stays in the cache: of 1 MiB between four ranks the whole slice.
 APART_BYTES = 2 * BLOCK_BYTES
 
 
