@@ -41,6 +41,19 @@ def box_to(comm: Communicator, dst: int) -> Fastbox:
     return comm._channel.fastboxes._boxes[dst]
 
 
+async def sent_two(comm: Communicator) -> bool:
+    """Rank 0 sends 1 and 2, and waits for a message: True there; rank 1 comes back when the first is in its box."""
+    await open_box(comm)
+    if comm.rank == 0:
+        await comm.send(np.array([1]), 1)
+        await comm.send(np.array([2]), 1)
+        await comm.recv(src=1)
+        return True
+    while not comm._channel.inbox.boxes[0].has_one():
+        pass
+    return False
+
+
 def until_mpi_has_one(comm: Communicator) -> None:
     while not comm._channel.transport.comm.Iprobe():
         pass

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comm.boxes import LARGE, LONG, nothing_pending, open_box, until_mpi_has_one
+from comm.boxes import LARGE, LONG, nothing_pending, open_box, sent_two, until_mpi_has_one
 from progress.interruptions import Interrupted, Interruptions, raising
 
 import mpdist
@@ -269,11 +269,7 @@ async def test_an_entry_that_a_handler_receives_as_it_is_taken_is_taken_once(
 async def test_what_a_handler_receives_first_comes_first_when_both_are_given_back(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
+    if await sent_two(comm):
         return
     inbox = comm._channel.inbox
     next_order = inbox.box.next_order
@@ -285,8 +281,6 @@ async def test_what_a_handler_receives_first_comes_first_when_both_are_given_bac
         got.append(comm.recv(np.zeros(1, int), 0))
         return order
 
-    while not inbox.boxes[0].has_one():
-        pass
     monkeypatch.setattr(inbox.box, "next_order", interrupted)
     with nothing_pending(comm):
         got.append(comm.recv(np.zeros(1, int), 0))

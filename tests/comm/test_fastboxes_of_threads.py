@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comm.boxes import LARGE, nothing_pending, open_box
+from comm.boxes import LARGE, nothing_pending, sent_two
 
 import mpdist
 from mpdist import Communicator
@@ -85,11 +85,7 @@ async def test_a_receive_waits_for_what_another_thread_is_about_to_keep(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same, where the Engine has found it."""
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
+    if await sent_two(comm):
         return
     inbox, engine = comm._channel.inbox, comm._channel.engine
     is_kept = threading.Event()
@@ -101,8 +97,6 @@ async def test_a_receive_waits_for_what_another_thread_is_about_to_keep(
         keep(incoming)
 
     def look() -> None:
-        while not inbox.boxes[0].has_one():
-            pass
         with engine.lock:
             inbox.poll_once()
 
@@ -119,11 +113,7 @@ async def test_a_receive_waits_for_what_another_thread_is_about_to_keep(
 @pytest.mark.ranks(2)
 async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communicator) -> None:
     """It reads an entry and has not delivered it yet, so the next one is not for whoever comes now."""
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
+    if await sent_two(comm):
         return
     inbox, engine = comm._channel.inbox, comm._channel.engine
     has_read = threading.Event()
@@ -131,8 +121,6 @@ async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communi
     def read() -> None:
         reader = inbox.boxes[0]
         with engine.lock:
-            while not reader.has_one():
-                pass
             incoming = reader.pass_on(inbox)
             assert incoming is not None
             has_read.set()
@@ -151,11 +139,7 @@ async def test_a_receive_waits_for_what_another_thread_has_in_hand(comm: Communi
 async def test_what_does_not_fit_a_receive_is_the_first_for_another_threads(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await open_box(comm)
-    if comm.rank == 0:
-        await comm.send(np.array([1]), 1)
-        await comm.send(np.array([2]), 1)
-        await comm.recv(src=1)
+    if await sent_two(comm):
         return
     does_not_fit = threading.Event()
     accept = ArrayReceive.accept
@@ -172,8 +156,6 @@ async def test_what_does_not_fit_a_receive_is_the_first_for_another_threads(
         does_not_fit.wait()
         got.append(comm.recv(np.zeros(1, int), 0).wait(20).data[0])
 
-    while not comm._channel.inbox.boxes[0].has_one():
-        pass
     monkeypatch.setattr(ArrayReceive, "accept", accept_slowly)
     other = threading.Thread(target=receive)
     other.start()
