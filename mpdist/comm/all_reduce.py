@@ -29,6 +29,7 @@ from mpdist.comm.operation import OnDevice, host_buffer, operation
 from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, ReduceOp, as_op, check_op, is_same
 from mpdist.memory.sources import MAKERS, from_torch
+from mpdist.progress.backoff import USUAL_CREDIT
 from mpdist.progress.channel import Channel
 from mpdist.progress.roll import Recurring
 
@@ -129,7 +130,7 @@ class AllReduce(Arrays):
                             else:  # the same of one number of two members, without its call
                                 numbers[start] = plan.first[place] + plan.second[place]
                                 few.mine[READ_AT] = number
-                            engine.credit -= 1
+                            engine.credit -= USUAL_CREDIT
                             work = Ended()
                             work._channel, work._result, work._words = channel, x, call[1]
                             work.sequence = sequence

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 TURN_CREDIT = 128
 """What operations that complete inside awaits may cost together before the event loop gets a real turn."""
 USUAL_CREDIT = 2
-"""What one costs that goes through MPI or the Engine; half as much a small array that only shared memory sees."""
+"""What one costs that goes through MPI or the Engine, or is a collective; half as much a message by shared memory."""
 TURN_SECONDS = 0.0005
 """The same as time, where it is looked at."""
 TURN_BYTES = 32 * 1024

@@ -41,17 +41,17 @@ MIB = 1024**2
 @pytest.mark.parametrize(
     ("is_on_cpu", "asked", "is_hidden", "expected"),
     [
-        (True, None, True, (8 * MIB, MIB)),
-        (True, 25 * MIB, True, (25 * MIB, MIB)),
-        (True, None, False, (256 * MIB, 256 * MIB)),
-        (True, 25 * MIB, False, (25 * MIB, 25 * MIB)),
-        (True, 100, False, (100, 100)),
-        (False, None, False, (32 * MIB, 16 * MIB)),
-        (False, 1, True, (1, 16 * MIB)),
+        (True, None, True, (8 * MIB, MIB, MIB)),
+        (True, 25 * MIB, True, (25 * MIB, MIB, MIB)),
+        (True, None, False, (256 * MIB, 256 * MIB, None)),
+        (True, 25 * MIB, False, (25 * MIB, 25 * MIB, None)),
+        (True, 100, False, (100, 100, None)),
+        (False, None, False, (32 * MIB, 16 * MIB, None)),
+        (False, 1, True, (1, 16 * MIB, None)),
     ],
 )
 def test_several_buckets_are_for_what_is_hidden(
-    is_on_cpu: bool, asked: int | None, is_hidden: bool, expected: tuple[int, int]
+    is_on_cpu: bool, asked: int | None, is_hidden: bool, expected: tuple[int, int, int | None]
 ) -> None:
     assert sizes_of_buckets(is_on_cpu, asked, is_hidden) == expected
 
