@@ -14,10 +14,10 @@ from mpdist.errors import UsageError
 from mpdist.memory import Buffer, Element, as_buffer
 from mpdist.progress import wire
 from mpdist.progress.backoff import USUAL_CREDIT, message_credit
-from mpdist.progress.fastbox import BOX_BYTES, CREDIT_BITS, SIZE_BITS, SLOT_DATA_BYTES
+from mpdist.progress.fastbox import BOX_BYTES, CREDIT_BITS, SIZE_BITS
 from mpdist.progress.message import Incoming, Message
 from mpdist.progress.receive import EAGER_BYTES, Receive
-from mpdist.progress.received import as_bytes, take, take_long
+from mpdist.progress.received import memory_of_long, take
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -173,7 +173,7 @@ class ArrayReceive(Receive):
         message = Message(self._x, self.src, self.tag, nbytes // self._element.itemsize, nbytes, self._element)
         order = -inbox.box.next_order()
         head = self._element.code << SIZE_BITS | nbytes
-        if not self._take_entry(inbox, reader, number, message, head, order):
+        if not take(inbox, reader, number, message, head, memory_of_long(message.data, self._element), self, order):
             return False
         # No call between these.
         self._result = message
@@ -181,14 +181,6 @@ class ArrayReceive(Receive):
         if self._callbacks is not None:
             inbox.engine.finished += (self,)
         return True
-
-    def _take_entry(
-        self, inbox: Inbox, reader: FastboxReader, number: int, message: Message, head: int, order: int
-    ) -> bool:
-        if self._nbytes <= SLOT_DATA_BYTES:
-            return take(inbox, reader, number, message, head, self, order)
-        into = as_bytes(message.data, self._element)
-        return take_long(inbox, reader, number, message, into, head, self, order)
 
     def _meet_small(self, inbox: Inbox) -> bool:
         """Look for a moment into the fastboxes; whether that is the end of its looking, for whatever reason."""
@@ -221,7 +213,10 @@ class ArrayReceive(Receive):
                     reader.looks = inbox.looks_at_once
         nbytes = self._nbytes
         head = self._element.code << SIZE_BITS | nbytes
-        if nbytes <= BOX_BYTES and self._take_entry(inbox, reader, number, self._result, head, 0):
+        message = self._result
+        if nbytes <= BOX_BYTES and take(
+            inbox, reader, number, message, head, memory_of_long(message.data, self._element), self
+        ):
             # No call between these.
             self._done = self._looked_at = True
             inbox.engine.credit -= 1 + (nbytes >> CREDIT_BITS)

@@ -95,7 +95,7 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     work._error = None
     work._result = message = Message(x, src, tag, nbytes // element.itemsize, nbytes, element)
     work.order = inbox.box.next_order()
-    into = None if nbytes <= SLOT_DATA_BYTES else as_bytes(x, element)
+    into = memory_of_long(x, element)
     head = element.code << SIZE_BITS | nbytes
     for _ in reader.looks:
         if words[at] == number:
@@ -103,19 +103,16 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     else:
         reader.look_less()
         return None
-    is_met = (
-        take(inbox, reader, number, message, head)
-        if into is None
-        else take_long(inbox, reader, number, message, into, head)
-    )
-    if not is_met:
+    if not take(inbox, reader, number, message, head, into):
         return None
     engine.credit -= 1 + (nbytes >> CREDIT_BITS)
     return work
 
 
-def as_bytes(x: ndarray[Any, Any], element: Element) -> memoryview:
-    """The memory of a contiguous array."""
+def memory_of_long(x: ndarray[Any, Any], element: Element) -> memoryview | None:
+    """The memory of a contiguous array whose data do not lie in a slot; None for others."""
+    if x.nbytes <= SLOT_DATA_BYTES:
+        return None
     if element.kind == "complex":  # of which Python knows no format
         x = x.reshape(-1).view(np.uint8)
     return memoryview(x).cast("B")  # type: ignore[arg-type]  # NumPy's stub
@@ -137,6 +134,7 @@ def take(
     number: int,
     message: Message,
     head: int,
+    into: memoryview | None,
     sole: Receive | None = None,
     order: int = 0,
 ) -> bool:
@@ -150,6 +148,7 @@ def take(
         number: of the entry, which is there.
         message: what is wanted; in the place of any source and any tag come those of the entry.
         head: of what is wanted, without its tag.
+        into: the memory of its array, where the data do not lie in the slot, see `memory_of_long`.
         sole: the receive that wants it, which waits alone, and no more when it is met; None: none waits.
         order: what that gets for its place.
     """
@@ -162,8 +161,15 @@ def take(
     if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
         return False
     nbytes = message.nbytes
-    data = reader.memory[start : start + nbytes]
+    data: bytes | memoryview
+    if into is None:
+        data = reader.memory[start : start + nbytes]
+    elif into.readonly:  # by now; the general way says so
+        return False
+    else:
+        data = reader.long_data(words[head_at + 1], nbytes)
     if reader.fence is not None:
+        data = bytes(data)
         reader.fence()
     box = inbox.box
     if reader.number != number or box.sole is not sole:  # a signal's handler has received it, posted or withdrawn one
@@ -171,6 +177,8 @@ def take(
     if sole is None and (box.receives or box.messages or inbox.is_in_hand or inbox.unread is not None):
         return False  # likewise, or another thread has
     # No call in these: it is read as a whole, whatever handler comes.
+    if into is not None:
+        into[_ALL] = data
     words[READ_AT] = number
     reader.number = number = number + 1
     reader.place = reader.places[number & SLOTS - 1]
@@ -181,6 +189,8 @@ def take(
         box.sole = None
         box.receives = 0
         sole.order = order
+    if into is not None:
+        return True
     try:
         _WRITE[nbytes](message.data, 0, data)
     except BaseException as error:  # of a signal's handler, or the array takes nothing: the next receive gets it
@@ -192,53 +202,4 @@ def take(
         if is_interruption(error):
             raise
         return False
-    return True
-
-
-def take_long(
-    inbox: Inbox,
-    reader: FastboxReader,
-    number: int,
-    message: Message,
-    into: memoryview,
-    head: int,
-    sole: Receive | None = None,
-    order: int = 0,
-) -> bool:
-    """The same where the data do not lie in the slot: they are copied once, from where they are.
-
-    Args:
-        into: the memory of the message's array, see `as_bytes`.
-    """
-    if reader.fence is not None:
-        reader.fence()
-    words = reader.words
-    head_at = reader.place[1]
-    found = words[head_at]
-    tag = message.tag
-    if (found != head | tag << _TAG_SHIFT) if tag >= 0 else (found ^ head) & _ANY_TAG:
-        return False
-    if into.readonly:  # by now; the general way says so
-        return False
-    data: bytes | memoryview = reader.long_data(words[head_at + 1], message.nbytes)
-    if reader.fence is not None:
-        data = bytes(data)
-        reader.fence()
-    box = inbox.box
-    if reader.number != number or box.sole is not sole:  # as above
-        return False
-    if sole is None and (box.receives or box.messages or inbox.is_in_hand or inbox.unread is not None):
-        return False
-    # No call in these.
-    into[_ALL] = data
-    words[READ_AT] = number
-    reader.number = number = number + 1
-    reader.place = reader.places[number & SLOTS - 1]
-    if tag < 0:
-        message.tag = found >> _TAG_SHIFT
-    message.src = reader.src
-    if sole is not None:
-        box.sole = None
-        box.receives = 0
-        sole.order = order
     return True

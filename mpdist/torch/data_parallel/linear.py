@@ -26,6 +26,7 @@ from torch.nn import Linear, Parameter
 from mpdist.torch.compiling import is_compiled, is_tracing_calls, leave_alone
 from mpdist.torch.data_parallel import running
 from mpdist.torch.data_parallel.ending import current_task, is_in_backward, is_whole_backward
+from mpdist.torch.data_parallel.slot import has_other_hooks
 
 if TYPE_CHECKING:
     from mpdist.torch.data_parallel.bucket import Bucket
@@ -211,10 +212,7 @@ class _Later(torch.autograd.Function):
 
 def _has_hooks(parameter: Tensor | None) -> bool:
     """Whether hooks of the program run where the gradient of a parameter comes or is complete."""
-    if parameter is None:
-        return False
-    # Ours is one of these.
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+    return parameter is not None and (bool(parameter._backward_hooks) or has_other_hooks(parameter))
 
 
 def _is_asked_for(node: Any) -> bool:

@@ -70,7 +70,12 @@ class Slot:
 
     def has_other_hooks(self) -> bool:
         """Whether hooks besides this one's run where the gradient is complete."""
-        return len(self.parameter._post_accumulate_grad_hooks) > 1
+        return has_other_hooks(self.parameter)
 
     def __repr__(self) -> str:
         return f"<Slot {self.index} {self.name}>"
+
+
+def has_other_hooks(parameter: Tensor) -> bool:
+    """Whether hooks besides the one of a slot run where the gradient of a parameter is complete."""
+    return len(parameter._post_accumulate_grad_hooks or ()) > 1
