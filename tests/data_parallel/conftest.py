@@ -32,6 +32,7 @@ def gloo(world: mpdist.Communicator) -> Iterator[dist.ProcessGroup]:
 def every_linear_layer_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small ones compute their weights' gradients in their places, as large ones do."""
     monkeypatch.setattr("mpdist.torch.data_parallel.linear.PLACED_COUNT", 1)
+    monkeypatch.setattr("mpdist.torch.data_parallel.linear.EARLY_COUNT", 1)
     monkeypatch.setattr("mpdist.torch.data_parallel.bucket.LARGE_COUNT", 1)
 
 

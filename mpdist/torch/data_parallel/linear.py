@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from mpdist.torch.data_parallel.reducer import Reducer
     from mpdist.torch.data_parallel.slot import Slot
 
-# From this number of weights on a copy costs more than a node in Python.
-PLACED_COUNT = 64 * 1024
+# From this number of weights on a copy costs more than a node in Python, which reads some 100 us of cold code in each
+# direction; where a thread has the gradient under way meanwhile, it is worth that from a smaller one on.
+PLACED_COUNT = 512 * 1024
+EARLY_COUNT = 64 * 1024
 
 _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch._C._nn.linear
 _forward = Linear.forward
@@ -78,7 +80,8 @@ class Linears:
 
     def _found(self, buckets: list[Bucket]) -> Iterator[tuple[Linear, Slot]]:
         places = [slot for bucket in buckets if bucket.keeps_gradients for slot in bucket.slots]
-        large = {slot.parameter: slot for slot in places if slot.is_large and slot.parameter.numel() >= PLACED_COUNT}
+        least = EARLY_COUNT if self._reducer.overlap.has_thread else PLACED_COUNT
+        large = {slot.parameter: slot for slot in places if slot.is_large and slot.parameter.numel() >= least}
         if not large:
             return
         for layer in dict.fromkeys(_linear_layers(self._module)):
