@@ -4,7 +4,8 @@ A call of MPI takes longer than Python to copy a few bytes. When some small arra
 to a member by MPI, their sender takes a page of its arena for those that follow, and tells
 the member where. An entry is the data, a head that says what they are, and last its number.
 Data too long for that lie in one of a few stretches elsewhere, which take turns; then the entry
-says where. They are taken when the first such array comes.
+says where. They are taken when the first such array comes. While its sender waits for an answer, it
+takes the lines of the next one out of the receiver's cache.
 
 Nothing overtakes. A box is open or shut; whoever sends to the member by MPI, because the array
 is large or the box full, shuts it, and all goes by MPI. It opens again when small arrays
@@ -22,11 +23,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpdist.progress import wire
 from mpdist.progress.send import Sent, SentAndTurn, pending
 
 if TYPE_CHECKING:
     from mmap import mmap
+
+    from numpy.typing import NDArray
 
     from mpdist.memory.arena import Block
     from mpdist.progress.channel import Channel
@@ -48,6 +53,8 @@ BOX_BYTES = 64 * 1024
 STRETCHES = 4
 LAST_SLOTS = SLOTS - STRETCHES
 """An entry may use its stretch when the one so many before it as there are stretches has been read, long or not."""
+# So much of a stretch is made ready at a time: so few lines that NumPy lets no other thread run meanwhile.
+READY_BYTES = 16 * 1024
 # Of all boxes of a rank to which it sends so: memory of 8 MiB.
 BOXES_WITH_STRETCHES = 32
 
@@ -89,13 +96,15 @@ class Fastbox:
         peer: the member's rank in the world.
         words, memory: the page as words; the arena's memory.
         places, stretches: of each slot, see `places`; where its data lie that are too long for it, if anywhere.
+        lines: of each stretch, in pieces, a word of each line.
+        ready, length: the entry whose stretch has been made ready; how many bytes the last one in a stretch had.
         tag, dtype, wire_tag: of the last array whose tag and type were looked at, and how these are told.
         small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
     """
 
     __slots__ = (
-        "after", "began", "block", "dtype", "fence", "limit", "long_block", "memory", "number", "peer", "places",
-        "small", "stretches", "tag", "wire_tag", "words",
+        "after", "began", "block", "dtype", "fence", "length", "limit", "lines", "long_block", "memory", "number",
+        "peer", "places", "ready", "small", "stretches", "tag", "wire_tag", "words",
     )  # fmt: skip
 
     peer: int
@@ -109,7 +118,8 @@ class Fastbox:
         self.block: Block | None = None
         self.long_block: Block | None = None
         self.stretches: list[int] = []
-        self.number = self.limit = self.began = self.small = 0
+        self.lines: list[NDArray[np.uint64]] = []
+        self.number = self.limit = self.began = self.small = self.ready = self.length = 0
         self.after = OPENS_AFTER
         self.tag = -1
         self.dtype: Any = None
@@ -120,6 +130,28 @@ class Fastbox:
         self.limit = self.words[READ_AT] + SLOTS
         if self.fence is not None:
             self.fence()
+
+    def make_ready(self, words: memoryview[int], at: int, number: int) -> None:
+        """While an answer is awaited, take the next stretch out of its receiver's cache, which is half of a copy there.
+
+        Args:
+            words, at, number: there this number shows that the answer has come.
+        """
+        if not self.length:
+            return
+        following = self.number + 1
+        if self.ready == following:
+            return
+        self.ready = following
+        if following > self.limit - LAST_SLOTS:
+            self.look()
+        lines = self.lines[following % STRETCHES]
+        for piece in range(-(-self.length // READY_BYTES)):
+            if words[at] == number:
+                return
+            # No call between these: nobody has put the entry, nor does anybody need what lies in its stretch.
+            if self.number < following <= self.limit - LAST_SLOTS:
+                lines[piece] = 0
 
     def is_read(self) -> bool:
         """Whether all entries have been read."""
@@ -156,6 +188,7 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_l
         words[head_at] = wire_tag << SIZE_BITS | nbytes
         if is_long:
             words[head_at + 1] = start = box.stretches[number & SLOTS - 1]
+            box.length = nbytes
         box.memory[start : start + nbytes] = x
         is_there = True
         if box.fence is not None:
@@ -260,6 +293,7 @@ class Fastboxes:
                 box.long_block = block = shared.arena.allocate(STRETCHES * BOX_BYTES)
                 if block is not None:
                     shared.boxes_with_stretches += 1
+                    box.lines = _lines(shared, self._channel, block.offset)
                     box.stretches = [block.offset + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
         return bool(box.stretches)
 
@@ -301,3 +335,10 @@ class Fastboxes:
             return
         blocks = [box.block] if box.is_read() else [box.block, box.long_block]
         shared.kept += [block for block in blocks if block is not None]
+
+
+def _lines(shared: Neighbours, channel: Channel, offset: int) -> list[NDArray[np.uint64]]:
+    """A word of each line of the stretches that lie there."""
+    own = channel.world_ranks[channel.rank]
+    words = shared.array(own, offset, STRETCHES * BOX_BYTES // 8, np.uint64)
+    return list(words[:: LINE_BYTES // 8].reshape(STRETCHES, -1, READY_BYTES // LINE_BYTES))

@@ -97,6 +97,10 @@ def receive_at_once(inbox: Inbox, x: ndarray[Any, Any], src: int, tag: int) -> R
     work.order = inbox.box.next_order()
     into = memory_of_long(x, element)
     head = element.code << SIZE_BITS | nbytes
+    if into is not None and words[at] != number:
+        box = inbox.channel.opened.get(src)
+        if box is not None:
+            box.make_ready(words, at, number)
     for _ in reader.looks:
         if words[at] == number:
             break
