@@ -4,8 +4,8 @@ A call of MPI takes longer than Python to copy a few bytes. When some small arra
 to a member by MPI, their sender takes a page of its arena for those that follow, and tells
 the member where. An entry is the data, a head that says what they are, and last its number.
 Data too long for that lie in one of a few stretches elsewhere, which take turns; then the entry
-says where. They are taken when the first such array comes. While its sender waits for an answer, it
-takes the lines of the next one out of the receiver's cache.
+says where. They are taken when the first such array comes. A sender that looks for a long answer
+takes the lines of the next stretch out of its receiver's cache meanwhile.
 
 Nothing overtakes. A box is open or shut; whoever sends to the member by MPI, because the array
 is large or the box full, shuts it, and all goes by MPI. It opens again when small arrays
@@ -97,14 +97,15 @@ class Fastbox:
         words, memory: the page as words; the arena's memory.
         places, stretches: of each slot, see `places`; where its data lie that are too long for it, if anywhere.
         lines: of each stretch, in pieces, a word of each line.
-        ready, length: the entry whose stretch has been made ready; how many bytes the last one in a stretch had.
+        last_long, length: the last entry in a stretch, and how many bytes it has.
+        ready: the last entry whose stretch was to be made ready.
         tag, dtype, wire_tag: of the last array whose tag and type were looked at, and how these are told.
         small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
     """
 
     __slots__ = (
-        "after", "began", "block", "dtype", "fence", "length", "limit", "lines", "long_block", "memory", "number",
-        "peer", "places", "ready", "small", "stretches", "tag", "wire_tag", "words",
+        "after", "began", "block", "dtype", "fence", "last_long", "length", "limit", "lines", "long_block", "memory",
+        "number", "peer", "places", "ready", "small", "stretches", "tag", "wire_tag", "words",
     )  # fmt: skip
 
     peer: int
@@ -120,34 +121,38 @@ class Fastbox:
         self.stretches: list[int] = []
         self.lines: list[NDArray[np.uint64]] = []
         self.number = self.limit = self.began = self.small = self.ready = self.length = 0
+        self.last_long = -1
         self.after = OPENS_AFTER
         self.tag = -1
         self.dtype: Any = None
         self.wire_tag = 0
 
     def look(self) -> None:
-        """See how far its receiver has read."""
-        self.limit = self.words[READ_AT] + SLOTS
+        """See how far its receiver has read; in a new epoch it says so only when it has read something."""
+        limit = self.words[READ_AT] + SLOTS
+        if limit > self.limit:
+            self.limit = limit
         if self.fence is not None:
             self.fence()
 
-    def make_ready(self, words: memoryview[int], at: int, number: int) -> None:
-        """While an answer is awaited, take the next stretch out of its receiver's cache, which is half of a copy there.
+    def make_ready(self, words: memoryview[int], at: int, answer: int) -> None:
+        """Take the next stretch out of its receiver's cache, which is half of what a copy there takes.
+
+        While an answer is looked for, and where the last entry was a long one, as the next may be. Once for each; not
+        where the entry that was in the stretch has not been read.
 
         Args:
-            words, at, number: there this number shows that the answer has come.
+            words, at, answer: this number shows there that the answer has come.
         """
-        if not self.length:
-            return
         following = self.number + 1
-        if self.ready == following:
+        if self.last_long + 1 != following or self.ready == following:
             return
         self.ready = following
         if following > self.limit - LAST_SLOTS:
             self.look()
         lines = self.lines[following % STRETCHES]
         for piece in range(-(-self.length // READY_BYTES)):
-            if words[at] == number:
+            if words[at] == answer:
                 return
             # No call between these: nobody has put the entry, nor does anybody need what lies in its stretch.
             if self.number < following <= self.limit - LAST_SLOTS:
@@ -188,7 +193,7 @@ def put(channel: Channel, box: Fastbox, x: Any, nbytes: int, wire_tag: int, is_l
         words[head_at] = wire_tag << SIZE_BITS | nbytes
         if is_long:
             words[head_at + 1] = start = box.stretches[number & SLOTS - 1]
-            box.length = nbytes
+            box.last_long, box.length = number, nbytes
         box.memory[start : start + nbytes] = x
         is_there = True
         if box.fence is not None:
@@ -290,11 +295,13 @@ class Fastboxes:
         assert shared is not None
         with self._channel.engine.lock:
             if not box.stretches and box.long_block is None and shared.boxes_with_stretches < BOXES_WITH_STRETCHES:
-                box.long_block = block = shared.arena.allocate(STRETCHES * BOX_BYTES)
+                block = shared.arena.allocate(STRETCHES * BOX_BYTES)
                 if block is not None:
+                    lines = _lines(shared, self._channel, block.offset)
+                    stretches = [block.offset + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
+                    # No call between these.
                     shared.boxes_with_stretches += 1
-                    box.lines = _lines(shared, self._channel, block.offset)
-                    box.stretches = [block.offset + slot % STRETCHES * BOX_BYTES for slot in range(SLOTS)]
+                    box.long_block, box.lines, box.stretches = block, lines, stretches
         return bool(box.stretches)
 
     def shut(self, dst: int) -> None:
