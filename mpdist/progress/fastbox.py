@@ -97,15 +97,14 @@ class Fastbox:
         words, memory: the page as words; the arena's memory.
         places, stretches: of each slot, see `places`; where its data lie that are too long for it, if anywhere.
         lines: of each stretch, in pieces, a word of each line.
-        last_long, length: the last entry in a stretch, and how many bytes it has.
-        ready: the last entry whose stretch was to be made ready.
+        last_long, length: the last entry in a stretch, or -1 once that of the next was made ready, and its bytes.
         tag, dtype, wire_tag: of the last array whose tag and type were looked at, and how these are told.
         small, after: small arrays that have gone by MPI since it was shut, and as many may before it opens.
     """
 
     __slots__ = (
         "after", "began", "block", "dtype", "fence", "last_long", "length", "limit", "lines", "long_block", "memory",
-        "number", "peer", "places", "ready", "small", "stretches", "tag", "wire_tag", "words",
+        "number", "peer", "places", "small", "stretches", "tag", "wire_tag", "words",
     )  # fmt: skip
 
     peer: int
@@ -120,7 +119,7 @@ class Fastbox:
         self.long_block: Block | None = None
         self.stretches: list[int] = []
         self.lines: list[NDArray[np.uint64]] = []
-        self.number = self.limit = self.began = self.small = self.ready = self.length = 0
+        self.number = self.limit = self.began = self.small = self.length = 0
         self.last_long = -1
         self.after = OPENS_AFTER
         self.tag = -1
@@ -144,10 +143,10 @@ class Fastbox:
         Args:
             words, at, answer: this number shows there that the answer has come.
         """
-        following = self.number + 1
-        if self.last_long + 1 != following or self.ready == following:
+        if self.last_long != self.number:
             return
-        self.ready = following
+        self.last_long = -1
+        following = self.number + 1
         if following > self.limit - LAST_SLOTS:
             self.look()
         lines = self.lines[following % STRETCHES]
