@@ -4,7 +4,8 @@ Pure arithmetic, tested without a clock. MPI has no file descriptor to wait on,
 so whoever waits must look again. Short operations end within microseconds:
 look at once for a while, then sleep a fraction of the time already waited, so
 that the sleep never adds more than that fraction to a wait, and no more than
-the cap, after which the doorbell of a peer is the usual way to be woken.
+the cap. Whoever is woken by the doorbell of a peer sleeps for longer yet when
+it has waited for long: its timer is for a ring that was lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Backoff:
         inline_polls: looks inside an await before the task is parked.
         hot_seconds: time since the last progress during which nobody sleeps.
         fraction: sleep this part of the time waited so far.
-        cap_seconds: but never longer than this.
+        cap_seconds: but never longer than this,
+        rung_fraction: nor, where only messages are awaited whose senders ring, than this part of the time waited,
+        rung_cap_seconds: nor than this.
         yields: give the processor away between two looks inside an await, too; for more ranks than cores. A loop's
             turns do so in any case: others may use the cores, of whom nobody tells.
     """
@@ -46,13 +49,16 @@ class Backoff:
     hot_seconds: float = 0.001
     fraction: float = 0.25
     cap_seconds: float = 0.01
+    rung_fraction: float = 0.04
+    rung_cap_seconds: float = 0.05
     yields: bool = False
 
-    def delay(self, idle_seconds: float, has_requests: bool = False) -> float:
+    def delay(self, idle_seconds: float, has_requests: bool = False, is_rung: bool = False) -> float:
         """Seconds to sleep after `idle_seconds` without progress; 0 is "look again at once".
 
         Args:
             has_requests: MPI has something of ours under way, which may need many looks that show nothing.
+            is_rung: the sleep ends when a peer rings.
         """
         if idle_seconds < self.hot_seconds:
             return 0.0
@@ -60,7 +66,10 @@ class Backoff:
             if idle_seconds < REQUEST_HOT_SECONDS:
                 return 0.0
             return min(REQUEST_CAP_SECONDS, self.fraction * idle_seconds)
-        return min(self.cap_seconds, self.fraction * idle_seconds)
+        cap = self.cap_seconds
+        if is_rung and not has_requests:
+            cap = max(cap, min(self.rung_cap_seconds, self.rung_fraction * idle_seconds))
+        return min(cap, self.fraction * idle_seconds)
 
 
 def policy(ranks: int, cores: int) -> Backoff:

@@ -200,7 +200,7 @@ class Channel:
                         self._running = work
                     work._start()
             self.hand_out()  # a close that is over at once has ended others
-            self.engine.ticking.ensure()
+            self.engine.ticking.stir()
         except BaseException:  # of a signal's handler
             if work.sequence:
                 if work._steps is not None and not work.is_queued and work not in self.engine.active:
@@ -262,8 +262,8 @@ class Channel:
                 engine.doorbell.ring(self._peer)
                 if engine.doorbell.has_rung:
                     engine.doorbell.give_way()
-            if not ticking.is_on:
-                ticking.ensure()
+            if ticking.is_asleep or not ticking.is_on:
+                ticking.stir()
         except BaseException:  # of a signal's handler
             if work.sequence:
                 if work not in engine.active:
@@ -306,7 +306,7 @@ class Channel:
         work._place = user_place()
         with self.engine.lock:
             work._start()
-        self.engine.ticking.ensure()
+        self.engine.ticking.stir()
         return work
 
     def ended(self, work: Collective[Any]) -> None:

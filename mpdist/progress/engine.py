@@ -334,7 +334,7 @@ class Engine:
                 return not waiting()
             if now - last > UNMOVED_SECONDS:
                 self.doorbell.tell_waiting(True)  # each time: another thread may have taken it back
-            delay = self.backoff.delay(now - last, bool(self.active))
+            delay = self.backoff.delay(now - last, bool(self.active), is_rung=True)
             if end is not None:
                 delay = min(delay, end - now)
             if delay == 0.0:

@@ -92,7 +92,9 @@ class Inbox:
                 else:
                     box.post(receive)
                     self._listen()
-            if not engine.ticking.is_on:
+            if message is not None:
+                engine.ticking.stir()
+            elif not engine.ticking.is_on:
                 engine.ticking.ensure()
         except BaseException:  # of a signal's handler: nobody will ever wait for it
             receive._abandon()
@@ -414,7 +416,7 @@ class Inbox:
                 self._probed.discard(incoming)
             elif incoming.probed is not None:
                 incoming.probed._restored(incoming)
-        self.engine.ticking.ensure()
+        self.engine.ticking.stir()
         return receive
 
     def listeners(self) -> list[Receive]:

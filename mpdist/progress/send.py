@@ -77,8 +77,8 @@ def pending(channel: Channel, request: Request, dst: int, tag: int, lease: objec
     work = unlisted(channel, request, dst, tag, lease)
     with engine.lock:  # another thread's driver may be looking at the end of the table
         engine.active.append(work)
-    if not engine.ticking.is_on:
-        engine.ticking.ensure()
+    if engine.ticking.is_asleep or not engine.ticking.is_on:
+        engine.ticking.stir()
     return work
 
 

@@ -67,7 +67,7 @@ class StagedReceive(Wrapped[Message]):
     def _begin_copy(self, message: Message) -> None:
         self._copied = self._copy_in(message.nbytes)
         self._channel.engine.active.append(self)
-        self._channel.engine.ticking.ensure()
+        self._channel.engine.ticking.stir()
 
     def _poll(self) -> bool:
         copied = self._copied

@@ -64,6 +64,7 @@ class Ticking:
         self._engine = engine
         self._listener: weakref.ref[Callable[[], None]] | None = None
         self._next: asyncio.Handle | None = None
+        self._is_timed = False  # a timer is to bring it
         self._last_move = 0.0
 
     # ------------------------------------------------------------------ for whoever posts and awaits
@@ -73,6 +74,8 @@ class Ticking:
         loop = asyncio.get_running_loop()
         if loop is not self.loop:
             self._adopt(loop)
+        if self.is_asleep and self._engine.active:
+            self._stay_up()  # for what has begun while the task looked
         waiter = loop.create_future()
 
         def wake(_: Work[Any]) -> None:
@@ -99,6 +102,12 @@ class Ticking:
         self.is_on = True
         self._last_move = monotonic()
         self._next = loop.call_soon(self._tick)
+
+    def stir(self) -> None:
+        """The same, where MPI has something new of ours under way: this loop looks at once, if it sleeps."""
+        self.ensure()
+        if self.is_asleep and asyncio._get_running_loop() is self.loop:
+            self._stay_up()
 
     def _nudge(self) -> None:
         """Posted outside the loop's thread: whoever may be asleep is to look."""
@@ -161,6 +170,7 @@ class Ticking:
         if loop is None:  # another thread has ended everything
             return
         self._next = None
+        self._is_timed = False
         try:
             if self.is_asleep:
                 engine.doorbell.sleep()  # another thread's nap has ended that
@@ -175,7 +185,7 @@ class Ticking:
                 if engine.is_idle():
                     return
                 self.is_on = True  # another thread has posted between the look and the end, and found it on
-            delay = engine.backoff.delay(now - self._last_move, bool(engine.active))
+            delay = engine.backoff.delay(now - self._last_move, bool(engine.active), is_rung=True)
             if delay == 0.0:
                 if self.is_asleep:
                     self._wake_up()
@@ -185,7 +195,7 @@ class Ticking:
                 self._next = loop.call_soon(self._tick)
                 return
             if self.is_asleep:
-                self._next = loop.call_later(delay, self._tick)
+                self._set_timer(loop, delay)
             else:
                 self._sleep(loop, delay)
         finally:
@@ -200,6 +210,10 @@ class Ticking:
             self._wake_up()
             self._next = loop.call_soon(self._tick)
             return
+        self._set_timer(loop, delay)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
+        self._is_timed = True
         self._next = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
@@ -210,13 +224,19 @@ class Ticking:
         for _ in range(RUNG_LOOKS):
             if self._engine.drive():
                 break
+        self._stay_up()
+
+    def _stay_up(self) -> None:
+        """Be awake from the next turn on, for as long as after anything that moves."""
         loop = self.loop
-        if loop is None:  # a callback has ended everything
+        if loop is None:  # something has ended everything
             return
         self._last_move = monotonic()
-        if self._next is not None:
-            self._next.cancel()
-        self._next = loop.call_soon(self._go_on)
+        if self._is_timed:  # else such a turn runs, or is due
+            self._is_timed = False
+            if self._next is not None:
+                self._next.cancel()
+            self._next = loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """The first turn after the sleep."""

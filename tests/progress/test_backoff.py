@@ -34,6 +34,17 @@ def test_a_sleep_adds_no_more_than_its_fraction_to_a_wait(idle: float) -> None:
     assert backoff.delay(idle) <= backoff.fraction * idle
 
 
+@given(SECONDS, st.booleans())
+def test_who_is_rung_sleeps_for_longer_only_after_a_long_wait(idle: float, has_requests: bool) -> None:
+    backoff = Backoff()
+    usual, rung = backoff.delay(idle, has_requests), backoff.delay(idle, has_requests, is_rung=True)
+    if has_requests or idle <= backoff.cap_seconds / backoff.rung_fraction:
+        assert rung == usual
+    else:
+        assert usual < rung <= min(backoff.rung_fraction * idle, backoff.rung_cap_seconds)
+    assert backoff.delay(10, is_rung=True) == backoff.rung_cap_seconds
+
+
 @given(SECONDS, SECONDS)
 def test_who_waited_longer_sleeps_at_least_as_long(a: float, b: float) -> None:
     backoff = Backoff()
