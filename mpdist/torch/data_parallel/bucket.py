@@ -108,7 +108,7 @@ class Bucket:
 
     def _return_views(self) -> None:
         """`p.grad.data = ...`, which modules do when they are converted, takes a view to other memory."""
-        if [view.data_ptr() for view in self._views] == self._places:
+        if list(map(Tensor.data_ptr, self._views)) == self._places:
             return
         for position, (slot, place) in enumerate(zip(self.slots, self._places, strict=True)):
             if self._views[position].data_ptr() == place:

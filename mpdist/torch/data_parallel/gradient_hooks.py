@@ -15,8 +15,9 @@ from mpdist.torch.data_parallel.slot import Slot
 
 Ready: TypeAlias = Callable[[Slot, Tensor], None]
 
-# Whether it is trained, which tensor it is (torch.utils.swap_tensors() makes it another one), and of which type.
-_STATE = attrgetter("requires_grad", "_cdata", "dtype")
+# Whether it is trained, which tensor it is (torch.utils.swap_tensors() makes it another one), and of which type. One
+# after the other for all parameters takes less than a tuple for each.
+_STATE = [attrgetter(name) for name in ("requires_grad", "_cdata", "dtype")]
 
 
 class GradientHooks:
@@ -34,7 +35,7 @@ class GradientHooks:
 
     def have_news(self) -> bool:
         """Whether one of the parameters has changed since this was last asked, or it never was; see `_STATE`."""
-        state: list[object] = list(map(_STATE, self._parameters))
+        state: list[object] = [list(map(read, self._parameters)) for read in _STATE]
         if state == self._known:
             return False
         self._known = state
