@@ -233,7 +233,7 @@ class Simulated:
         return self.shared.give_back_all()
 
 
-def _delay(backoff: Backoff, idle_seconds: float, has_requests: bool = False) -> float:
+def _delay(backoff: Backoff, idle_seconds: float, *_: bool, **__: bool) -> float:
     """Sleep soon, and shortly: of more ranks than cores those that wait would keep these threads from their work."""
     return 0.0 if idle_seconds < HOT_SECONDS else min(SLEEP_SECONDS, backoff.fraction * idle_seconds)
 

@@ -196,7 +196,6 @@ class DistributedDataParallel(TorchDataParallel):
             outer = TorchDataParallel._active_ddp_module
             if outer is not None:
                 _check_not_within(outer, self.reducer.slots)
-            self.reducer.look_at_parameters()
         self._call_roll(averages)
         if self.require_forward_param_sync and self.broadcast_buffers and not self.comm._channel.is_closed:
             source = authority(self.comm, True) if self._join_config.enable else 0
@@ -206,6 +205,8 @@ class DistributedDataParallel(TorchDataParallel):
     def _expect(self, averages: bool, output: Any) -> None:
         self.require_forward_param_sync = averages
         if averages:
+            if not is_in_backward():
+                self.reducer.look_at_parameters()  # not before the forward, which reads all of them into the caches
             self.reducer.expect(output)
         elif torch.is_grad_enabled():
             self.reducer.expect_nothing()
