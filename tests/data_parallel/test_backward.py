@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import mpdist
 from mpdist import ClosedError, Communicator, UsageError, WorkTimeout
 from mpdist.torch import DistributedDataParallel
+from mpdist.torch.data_parallel.ending import is_in_backward
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("gloo")]
 
@@ -101,6 +102,20 @@ def test_view_behind_a_checkpoint_may_be_changed_in_place(comm: Communicator) ->
         optimizer.step()
 
     both(comm, Net, step)
+
+
+@pytest.mark.ranks(1)
+def test_parameters_are_looked_at_after_a_forward_that_is_not_of_a_backward(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wrapped(mlp(6, 10, 3), comm) as model:
+        looks: list[bool] = []
+        monkeypatch.setattr(model.reducer, "look_at_parameters", lambda: looks.append(is_in_backward()))
+        x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+        checkpoint(model, x, use_reentrant=True).sum().backward()
+        assert looks == []
+        model(x).sum().backward()
+        assert looks == [False]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

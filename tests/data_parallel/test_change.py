@@ -37,6 +37,33 @@ def test_all_ranks_freeze_and_thaw(comm: Communicator, bucket_cap_mb: float, opt
             assert_equal([p.grad for p in net.parameters() if p.requires_grad], expected)
 
 
+class Gradual(nn.Module):
+    """The first layer is trained from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(6, 10, 3)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0].requires_grad_(self.forwards >= 2)
+        self.forwards += 1
+        return self.layers(x)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_forward_may_thaw_parameters(comm: Communicator) -> None:
+    net = Gradual()
+    with wrapped(net, comm) as model:
+        for number in range(4):
+            x = inputs(comm, number, (4, 6), torch.float64)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            trained = [p for p in net.parameters() if p.requires_grad]
+            assert len(trained) == (4 if number >= 2 else 2)
+            assert_equal([p.grad for p in trained], averaged(comm, net, net.layers(x).square().mean()))
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("without", [None, 0], ids=["", "rank 0 has none"])
