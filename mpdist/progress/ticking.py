@@ -152,7 +152,6 @@ class Ticking:
     def detach(self) -> None:
         """Forget the loop: it is about to end, or has ended."""
         if self._next is not None:
-            self._next.cancel()
             self._next = None
         if self.is_asleep:
             self._wake_up()
@@ -233,10 +232,12 @@ class Ticking:
             return
         self._last_move = monotonic()
         if self._is_timed:  # else such a turn runs, or is due
+            turn = loop.call_soon(self._go_on)
+            # The timer is there until it is not needed, whatever a signal's handler raises.
+            timer, self._next = self._next, turn
             self._is_timed = False
-            if self._next is not None:
-                self._next.cancel()
-            self._next = loop.call_soon(self._go_on)
+            if timer is not None:
+                timer.cancel()
 
     def _go_on(self) -> None:
         """The first turn after the sleep."""

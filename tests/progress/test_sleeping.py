@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,24 @@ async def test_it_is_up_once_for_all_that_is_posted(comm: Communicator) -> None:
     for work in (first, second):
         await comm.recv(np.empty(LARGE), src=peer(comm), tag=5)
         await work
+    await send_and_receive(comm, listener)
+
+
+async def test_its_timer_stays_where_a_handler_raises_as_it_is_woken(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    listener = comm.recv(src=peer(comm), tag=9)
+    ticking = await asleep(comm)
+    monkeypatch.setattr(ticking, "loop", SimpleNamespace(call_soon=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        ticking._stay_up()
+    monkeypatch.undo()
+    assert ticking._is_timed
+    assert ticking._next is not None
+    assert not ticking._next.cancelled()
     await send_and_receive(comm, listener)
 
 
