@@ -144,8 +144,9 @@ class AllReduce(Arrays):
             if work is not None:
                 if channel._peer is None or channel.flags[channel._peer]:
                     channel.ring_all()
-                if not work._done and not engine.ticking.is_on:
-                    engine.ticking.ensure()
+                ticking = engine.ticking
+                if not work._done and (ticking.is_asleep or not ticking.is_on):
+                    ticking.stir()
                 posted: Work[Any] = work
                 return posted
         except BaseException as error:  # as above

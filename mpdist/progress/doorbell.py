@@ -42,10 +42,12 @@ class Doorbell:
         flags: one byte for each rank of the world: AWAKE, ASLEEP, or REMOTE for ranks of other nodes. As many follow,
             which are WAITING for a rank of this node with a thread that has waited in vain for some time.
         has_rung: somebody was rung since the last `give_way`.
+        rings_all: all peers are of this node, so that no ring is lost on the way.
     """
 
     flags: mmap.mmap | bytearray
     has_rung = False
+    rings_all = False
 
     def fileno(self) -> int:
         """What a sleeper's loop listens on; -1 for none."""
@@ -144,6 +146,7 @@ class DatagramDoorbell(Doorbell):
         self._rank = rank
         self._size = len(addresses)
         self._neighbours = neighbours
+        self.rings_all = len(neighbours) == self._size - 1
         self._sockets = sockets
         self._addresses = addresses
         self._rung_at = [0.0] * len(addresses)

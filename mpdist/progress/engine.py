@@ -334,14 +334,22 @@ class Engine:
                 return not waiting()
             if now - last > UNMOVED_SECONDS:
                 self.doorbell.tell_waiting(True)  # each time: another thread may have taken it back
-            delay = self.backoff.delay(now - last, bool(self.active), is_rung=True)
+            delay = self.backoff.delay(now - last, bool(self.active))
             if end is not None:
                 delay = min(delay, end - now)
             if delay == 0.0:
                 os.sched_yield()
-            elif self.doorbell.nap(delay, self.drive):
+            elif self._nap(delay):
                 last = monotonic()
         return True
+
+    def _nap(self, seconds: float) -> bool:
+        """Sleep outside a loop until rung; True if there was anything."""
+        has_come = self.doorbell.nap(seconds, self.drive)
+        if self.ticking.is_asleep:  # the loop sleeps on, in another thread: peers are to ring for it, too
+            self.doorbell.sleep()
+            has_come = self.drive() or has_come
+        return has_come
 
     # ------------------------------------------------------------------ limits, threads, end
 

@@ -64,7 +64,7 @@ class Ticking:
         self._engine = engine
         self._listener: weakref.ref[Callable[[], None]] | None = None
         self._next: asyncio.Handle | None = None
-        self._is_timed = False  # a timer is to bring it
+        self._timer_seconds = 0.0  # of the timer that is to bring it; 0: it is due, or there is none
         self._last_move = 0.0
 
     # ------------------------------------------------------------------ for whoever posts and awaits
@@ -104,10 +104,15 @@ class Ticking:
         self._next = loop.call_soon(self._tick)
 
     def stir(self) -> None:
-        """The same, where MPI has something new of ours under way: this loop looks at once, if it sleeps."""
+        """The same, where MPI has something new of ours under way: a loop that sleeps looks in its next turn."""
         self.ensure()
-        if self.is_asleep and asyncio._get_running_loop() is self.loop:
+        loop = self.loop
+        if not self.is_asleep or loop is None:
+            return
+        if asyncio._get_running_loop() is loop:
             self._stay_up()
+        elif self._timer_seconds > self._engine.backoff.cap_seconds and loop.is_running():
+            call_in(loop, self._stay_up)  # from another thread, which may not wait for it; once for a long sleep
 
     def _nudge(self) -> None:
         """Posted outside the loop's thread: whoever may be asleep is to look."""
@@ -152,7 +157,9 @@ class Ticking:
     def detach(self) -> None:
         """Forget the loop: it is about to end, or has ended."""
         if self._next is not None:
+            self._next.cancel()
             self._next = None
+        self._timer_seconds = 0.0
         if self.is_asleep:
             self._wake_up()
         self.is_asleep = self.is_on = False
@@ -169,7 +176,7 @@ class Ticking:
         if loop is None:  # another thread has ended everything
             return
         self._next = None
-        self._is_timed = False
+        self._timer_seconds = 0.0
         try:
             if self.is_asleep:
                 engine.doorbell.sleep()  # another thread's nap has ended that
@@ -184,7 +191,7 @@ class Ticking:
                 if engine.is_idle():
                     return
                 self.is_on = True  # another thread has posted between the look and the end, and found it on
-            delay = engine.backoff.delay(now - self._last_move, bool(engine.active), is_rung=True)
+            delay = engine.backoff.delay(now - self._last_move, bool(engine.active), engine.doorbell.rings_all)
             if delay == 0.0:
                 if self.is_asleep:
                     self._wake_up()
@@ -204,21 +211,24 @@ class Ticking:
     def _sleep(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
         self.is_asleep = True
         self._engine.doorbell.sleep()
-        if self._engine.drive():  # what came before peers could see that we sleep
+        before = self._last_move
+        if self._engine.drive():
             self._last_move = monotonic()
+        if self._last_move != before:  # it came before peers could see that we sleep, or was posted by a callback
             self._wake_up()
             self._next = loop.call_soon(self._tick)
             return
         self._set_timer(loop, delay)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
-        self._is_timed = True
+        self._timer_seconds = delay
         self._next = loop.call_later(delay, self._tick)
 
     def _rung(self) -> None:
         """A peer has rung. All that can wait is done a turn later: the task that it is for comes first."""
         if not self.is_asleep:
             self._engine.doorbell.quiet()
+            self._last_move = monotonic()  # both MPIs may show only later what it rang for
             return
         for _ in range(RUNG_LOOKS):
             if self._engine.drive():
@@ -231,11 +241,11 @@ class Ticking:
         if loop is None:  # something has ended everything
             return
         self._last_move = monotonic()
-        if self._is_timed:  # else such a turn runs, or is due
+        if self._timer_seconds:  # else such a turn runs, or is due
             turn = loop.call_soon(self._go_on)
             # The timer is there until it is not needed, whatever a signal's handler raises.
             timer, self._next = self._next, turn
-            self._is_timed = False
+            self._timer_seconds = 0.0
             if timer is not None:
                 timer.cancel()
 

@@ -488,6 +488,39 @@ class Tripled(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
+class Other(nn.Parameter):
+    """Not torch's own class."""
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda net: net.to(torch.complex128),
+        lambda net: torch.utils.swap_tensors(net[0].weight, Other(net[0].weight.detach().clone())),
+        lambda net: setattr(net[0].weight, "data", net[0].weight.data.t().contiguous().t()),
+    ],
+    ids=["complex", "another class", "not contiguous"],
+)
+def test_a_weight_that_has_become_another_since_the_last_forward(
+    comm: Communicator, convert: Callable[[nn.Module], object]
+) -> None:
+    net = nn.Sequential(nn.Linear(6, 5, bias=False)).double()
+    with wrapped(net, comm) as model:
+        for number in range(2):
+            model(inputs(comm, number, (4, 6), torch.float64)).sum().backward()
+            net.zero_grad()
+        assert placed(model) == [True]
+        convert(net)
+        x = inputs(comm, 2, (4, 6), torch.float64).to(net[0].weight.dtype)
+        output = model(x)
+        assert "Multiply" not in output.grad_fn.name()
+        output.abs().square().sum().backward()
+        (gradient,) = torch.autograd.grad(net(x).abs().square().sum(), [net[0].weight])
+        mean = gradient.contiguous()
+        comm.all_reduce(mean, op="avg").wait()
+        assert_equal([net[0].weight.grad], [mean])
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_parameters_of_another_class_have_its_functions(comm: Communicator, name: str) -> None:
     layer = nn.Linear(6, 3).double()

@@ -86,7 +86,7 @@ class Linears:
             return
         for layer in dict.fromkeys(_linear_layers(self._module)):
             weight = cast(Parameter, layer._parameters.get("weight"))
-            if weight in large and type(weight) is Parameter and weight.is_floating_point() and weight.is_contiguous():
+            if weight in large:
                 yield layer, large[weight]
 
 
@@ -133,7 +133,10 @@ class PlacedLinear(Linear):
 def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a node in Python does here what torch's own does."""
     return (
-        type(input) is Tensor
+        type(weight) is Parameter
+        and weight.is_floating_point()
+        and weight.is_contiguous()
+        and type(input) is Tensor
         and input.layout is torch.strided
         and not input.is_nested
         and input.dim() > 0

@@ -206,7 +206,9 @@ class DistributedDataParallel(TorchDataParallel):
         self.require_forward_param_sync = averages
         if averages:
             if not is_in_backward():
-                self.reducer.look_at_parameters()  # not before the forward, which reads all of them into the caches
+                # Not before the forward, which reads all of them into the caches; so in a forward linear layers may
+                # still have places in buckets from before a change.
+                self.reducer.look_at_parameters()
             self.reducer.expect(output)
         elif torch.is_grad_enabled():
             self.reducer.expect_nothing()
