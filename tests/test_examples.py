@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -158,19 +161,16 @@ def test_digits_progress_bar_replaces_the_lines_of_epochs() -> None:
 
 @pytest.mark.any_mpi
 @has_torch
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--width", "30"], "--width a multiple of 4"),
-        (["--steps", "0"], "all numbers must be at least 1"),
-        (["--curve", "/gone/x.png"], "--curve /gone/x.png: there is no folder /gone"),
-    ],
-)
-def test_text_names_a_mistake_before_it_trains(options: list[str], text: str) -> None:
-    command = [sys.executable, str(EXAMPLES / "train_text.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS, check=False)
-    assert done.returncode == 2
-    assert text in done.stderr.splitlines()[-1]
+def test_text_names_a_mistake_before_it_trains() -> None:
+    mistakes = {
+        "--width 30": "--width a multiple of 4",
+        "--steps 0": "all numbers must be at least 1",
+        "--curve /gone/x.png": "--curve /gone/x.png: there is no folder /gone",
+    }
+    ends = ends_of([("", "train_text.py", options.split()) for options in mistakes])
+    for text, end in zip(mistakes.values(), ends, strict=True):
+        assert end.status == 2
+        assert text in end.errors.splitlines()[-1]
 
 
 GPU_NAMES = sorted(path.name for path in EXAMPLES.glob("gpu_*.py"))
@@ -209,54 +209,69 @@ def test_training_on_a_simulated_gpu_learns(name: str) -> None:
     assert accuracy_in(output.splitlines()[-1]) >= 75  # after 2 epochs
 
 
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
-def test_gpu_example_says_what_to_install_without_cupy(name: str) -> None:
-    options = ["--device", "cuda"] if name in ON_GPU else []
-    (line,) = failed_without("cupy", name, options).splitlines()
-    assert line.startswith(name)
-    assert "mpdist[cuda13]" in line
+NO_CUPY = "sys.modules['cupy'] = None"
+NO_GPU = """
+from types import ModuleType, SimpleNamespace as N
+def count(): raise RuntimeError('cudaErrorNoDevice: no CUDA-capable device is detected')
+cupy = ModuleType('cupy'); cupy.cuda = N(runtime=N(getDeviceCount=count)); sys.modules['cupy'] = cupy
+"""
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("name", [*GPU_NAMES, *(pytest.param(each, marks=has_torch) for each in ON_GPU)])
-def test_gpu_example_says_that_there_is_no_gpu(name: str) -> None:
-    """With a CuPy that finds no GPU."""
-    options = ["--device", "cuda"] if name in ON_GPU else []
-    pretended = (
-        "from types import ModuleType, SimpleNamespace as N\n"
-        "def count(): raise RuntimeError('cudaErrorNoDevice: no CUDA-capable device is detected')\n"
-        "cupy = ModuleType('cupy'); cupy.cuda = N(runtime=N(getDeviceCount=count)); sys.modules['cupy'] = cupy\n"
-    )
-    (line,) = failed_with(pretended, name, options).splitlines()
-    assert line.startswith(name)
-    assert "NVIDIA GPU" in line
-
-
-def failed_without(missing: str, name: str, options: list[str]) -> str:
-    """What an example writes to stderr where a package is missing."""
-    return failed_with(f"sys.modules[{missing!r}] = None", name, options)
-
-
-def failed_with(preparation: str, name: str, options: list[str]) -> str:
-    program = (
-        f"import runpy, sys\n{preparation}\nsys.argv = {[name, *options]!r}\n"
-        f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=JOB_SECONDS,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 1
-    return done.stderr
+@pytest.mark.parametrize(("preparation", "text"), [(NO_CUPY, "mpdist[cuda13]"), (NO_GPU, "NVIDIA GPU")])
+@pytest.mark.parametrize("names", [GPU_NAMES, pytest.param(ON_GPU, marks=has_torch)], ids=["CuPy", "torch"])
+def test_gpu_example_says_what_is_missing(names: Sequence[str], preparation: str, text: str) -> None:
+    options = ["--device", "cuda"] if names is ON_GPU else []
+    for name, end in zip(names, ends_of([(preparation, name, options) for name in names]), strict=True):
+        assert end.status == 1
+        (line,) = end.errors.splitlines()
+        assert line.startswith(name)
+        assert text in line
 
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
 def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
-    (line,) = failed_without(missing, "train_digits.py", []).splitlines()
+    (end,) = ends_of([(f"sys.modules[{missing!r}] = None", "train_digits.py", [])])
+    (line,) = end.errors.splitlines()
     assert missing in line
     assert "pip install 'mpdist[examples]'" in line
+
+
+class End(NamedTuple):
+    """How a program ended, and what it wrote to stderr."""
+
+    status: int
+    errors: str
+
+
+def ends_of(programs: Sequence[tuple[str, str, list[str]]]) -> list[End]:
+    """How examples end that do not come to start MPI: all in one process, for imports take longer than they do.
+
+    Args:
+        programs: for each some lines to run before, its name and its options.
+    """
+    text = f"""
+        import contextlib, io, json, runpy, sys
+        ends = []
+        for lines, name, options in {programs!r}:
+            exec(lines)
+            sys.argv = [name, *options]
+            with contextlib.redirect_stderr(io.StringIO()) as errors:
+                try:
+                    runpy.run_path({str(EXAMPLES)!r} + "/" + name, run_name="__main__")
+                    status = 0
+                except SystemExit as end:
+                    status = end.code
+                    if isinstance(status, str):
+                        print(status, file=sys.stderr)
+                        status = 1
+            ends.append((status, errors.getvalue()))
+        assert "mpi4py.MPI" not in sys.modules
+        print(json.dumps(ends))
+    """
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS, env=environ)
+    assert done.returncode == 0, done.stderr
+    return [End(*end) for end in json.loads(done.stdout)]
