@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from mpdist import CollectiveMismatch, Communicator, MessageTruncated, UsageError
+from mpdist import ClosedError, CollectiveMismatch, Communicator, MessageTruncated, UsageError, Work
 from mpdist.algorithms import meeting
 from mpdist.progress import wire
 
@@ -156,6 +156,42 @@ async def test_a_member_that_has_left_is_not_waited_for(comm: Communicator, coun
         assert comm.rank == leaver
     assert part._channel.is_closed
     await comm.barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("count", [3, 50_000, 300_000])
+@pytest.mark.parametrize("leaver", [0, 1])
+async def test_a_member_that_has_left_is_not_waited_for_beside_a_collective_whose_await_has_ended(
+    comm: Communicator, leaver: int, count: int
+) -> None:
+    pending: list[Work[object]] = []
+    try:
+        async with comm.dup() as part:
+            if comm.rank == leaver:
+                raise KeyError
+            for _ in range(2):
+                pending.append(part.all_reduce(np.ones(count)))
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await pending[-1]
+    except KeyError:
+        assert comm.rank == leaver
+    assert part._channel.is_closed
+    assert all(isinstance(work.exception(), ClosedError) for work in pending if work.done())
+    await comm.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+async def test_what_is_pending_at_the_end_of_a_block_is_done_before_it(comm: Communicator) -> None:
+    """Of several steps, one of them behind another."""
+    arrays = [np.full(50_000, comm.rank + 1.0), np.full(50_000, 10.0)]
+    async with comm.dup() as part:
+        works = [part.all_reduce(array) for array in arrays]
+        if comm.rank == 0:
+            await asyncio.sleep(0.1)
+    assert all(work.done() and work.exception() is None for work in works)
+    assert (arrays[0] == sum(range(1, comm.size + 1))).all()
+    assert (arrays[1] == 10 * comm.size).all()
 
 
 async def test_the_first_may_leave_too(comm: Communicator) -> None:
