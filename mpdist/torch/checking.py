@@ -190,6 +190,13 @@ def _same_data(comm: Communicator, batch: Any) -> Iterator[str]:
 def _sampler(comm: Communicator, loader: Any) -> Iterator[str]:
     sampler: Any = getattr(loader, "sampler", None)
     is_distributed = isinstance(sampler, torch.utils.data.DistributedSampler)
+    dealt = set(_gathered(comm, sampler.num_replicas if is_distributed else comm.size))
+    if dealt != {comm.size}:
+        numbers = " or ".join(map(str, sorted(dealt - {comm.size})))
+        yield (
+            f"the DistributedSampler deals the data to {numbers} ranks, and here are {comm.size}: give it "
+            "num_replicas=comm.size, rank=comm.rank, or some data is seen by nobody, or twice"
+        )
     never_set = is_distributed and sampler.shuffle and sampler.epoch == 0 and not _is_set_by_a_caller()
     if any(_gathered(comm, int(never_set))):
         yield (

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
+from mpdist.algorithms import objects
 from mpdist.errors import CommunicationError, UsageError
 from mpdist.memory.refusals import named
 from mpdist.torch.sharded import is_fully_sharded, is_sharded
@@ -26,6 +26,9 @@ from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
+    from mpdist.memory import Buffer
+    from mpdist.progress.collective import Steps
+    from mpdist.transport.mpi import Transport
 
 _SHARDED = (
     "is sharded, and rank 0 has its own part only: save it with torch.distributed.checkpoint, or gather it first, by "
@@ -34,7 +37,7 @@ _SHARDED = (
 
 
 def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: Any) -> None:
-    """Write a checkpoint; done when it is complete in its place. Collective.
+    """Write a checkpoint; done when it is complete in its place. Collective: all ranks call it, and rank 0 writes.
 
     Args:
         path: seen by rank 0; an older checkpoint stays whole until the new one is, which gets its mode. Of a symbolic
@@ -47,17 +50,17 @@ def save_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
             of something. An older checkpoint is still there.
         UsageError: a module is sharded by FullyShardedDataParallel.
     """
-    where = f"save_checkpoint({os.fspath(path)!r})"
+    where = _where("save_checkpoint", path, comm)
     for name, part in parts.items():
         if is_fully_sharded(part):
-            raise UsageError(f"{where} on '{comm.name}' (rank {comm.rank}): {name} {_SHARDED}")
+            raise UsageError(f"{where}: {name} {_SHARDED}")
     problem = None
     if comm.rank == 0:
         try:
             _write(Path(path), {name: _state_of(part) for name, part in parts.items()})
         except Exception as error:  # whatever it is, the others must hear of it
             problem = error
-    _agree(comm, problem, where)
+    _agree(comm, problem, "save_checkpoint", where)
 
 
 def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: Any) -> dict[str, Any]:
@@ -72,13 +75,14 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
 
     Raises:
         CommunicationError: on all ranks, if rank 0 could not read.
-        UsageError: on all ranks, if what it read is no whole checkpoint, or a part cannot be loaded.
+        UsageError: on all ranks, if what it read is no whole checkpoint, or a part cannot be loaded; the parts before
+            that one have been.
     """
-    where = f"load_checkpoint({os.fspath(path)!r})"
+    where = _where("load_checkpoint", path, comm)
     for name, part in parts.items():
         if not hasattr(part, "load_state_dict"):
             raise UsageError(
-                f"{where} on '{comm.name}' (rank {comm.rank}): {name} is {named(part)}, which has no "
+                f"{where}: {name} is {named(part)}, which has no "
                 "load_state_dict(); leave it out: plain values are in the dict that comes back"
             )
     problem, data = None, b""
@@ -87,19 +91,26 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
             data = Path(path).read_bytes()
         except Exception as error:
             problem = error
-    _agree(comm, problem, where)
-    data = _shared(comm, data)
+    _agree(comm, problem, "load_checkpoint", where)
+    data = _told(comm, data, "load_checkpoint")
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         text = f"{_fault(data)} ({type(error).__name__}: {error})"
-        raise UsageError(f"{where} on '{comm.name}' (rank {comm.rank}): {text}") from error
+        raise UsageError(f"{where}: {text}") from error
     missing = sorted(parts.keys() - state.keys())
     if missing:
-        raise KeyError(f"{os.fspath(path)} has {sorted(state)}, and no {', '.join(missing)}")
+        raise UsageError(f"{where}: the file has {sorted(state)}, and no {', '.join(missing)}")
     for name, part in parts.items():
-        _unwrapped(part).load_state_dict(state.pop(name))
+        try:
+            _unwrapped(part).load_state_dict(state.pop(name))
+        except Exception as error:
+            raise UsageError(f"{where}: {name} does not take what was saved under its name: {error}") from error
     return dict(state)
+
+
+def _where(what: str, path: str | os.PathLike[str], comm: Communicator) -> str:
+    return f"{what}({os.fspath(path)!r}) on '{comm.name}' (rank {comm.rank})"
 
 
 def _fault(data: bytes) -> str:
@@ -228,18 +239,20 @@ def _read_back(file: Path) -> None:
         torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _agree(comm: Communicator, problem: Exception | None, what: str) -> None:
+def _agree(comm: Communicator, problem: Exception | None, what: str, where: str) -> None:
     """Raise on all ranks if rank 0 has a problem."""
-    text = _shared(comm, b"" if problem is None else f"{type(problem).__name__}: {problem}".encode())
+    text = _told(comm, "" if problem is None else f"{type(problem).__name__}: {problem}", what)
     if text:
-        where = f"{what} on '{comm.name}' (rank {comm.rank})"
-        raise CommunicationError(f"{where}: rank 0 says: {text.decode()}") from problem
+        raise CommunicationError(f"{where}: rank 0 says: {text}") from problem
 
 
-def _shared(comm: Communicator, data: bytes) -> bytes:
-    """The bytes of rank 0."""
-    length = np.array([len(data)])
-    finish(comm.broadcast(length, src=0))
-    room = np.frombuffer(bytearray(data if comm.rank == 0 else int(length[0])), np.uint8)
-    finish(comm.broadcast(room, src=0))
-    return room.tobytes()
+def _told(comm: Communicator, item: Any, what: str) -> Any:
+    """The object of rank 0, when all ranks have it: a rank that calls another collective, or none, is named."""
+    message = objects.packed(item) if comm.rank == 0 else None
+    return finish(comm._post_with_headers(what, _to_all, str, message, item))
+
+
+def _to_all(transport: Transport, message: Buffer | None, item: Any) -> Steps[Any]:
+    told = yield from objects.broadcast_object(transport, message, item, 0)
+    yield transport.ibarrier()
+    return told

@@ -26,8 +26,10 @@ class Metrics:
         if not isinstance(comm, Communicator):
             raise UsageError(f'Metrics takes a communicator first, Metrics(world, "loss"), got {comm!r}')
         self._comm = comm
-        self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
+        self._sums: dict[str, float | Tensor] = dict.fromkeys(sorted(names), 0.0)
+        self._order = tuple(dict.fromkeys(names))
         self._weight = 0.0
+        self._are_names_alike = False
 
     def add(self, weight: float = 1.0, /, **values: object) -> None:
         """Add the means of `weight` samples; numbers, or tensors of one element."""
@@ -36,24 +38,45 @@ class Metrics:
         if not weight:  # the mean of no samples is not a number
             return
         for name, value in values.items():
-            self._sums[name] = self._sums[name] + weight * _number(value)
+            self._sums[name] = self._sums[name] + weight * _number(name, value)
         self._weight += weight
 
     def means(self) -> dict[str, float]:
-        """Means over all samples of all ranks since the last call; not a number without samples. Collective."""
+        """Means over all samples of all ranks since the last call; not a number without samples. Collective.
+
+        Raises:
+            UsageError: at the first call: the ranks' metrics have other names.
+        """
+        if not self._are_names_alike:
+            self._compare_names()
         numbers = np.array([self._weight, *map(float, self._sums.values())])
         finish(self._comm.all_reduce(numbers))
         weight, sums = numbers[0], numbers[1:]
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._weight = 0.0
-        return {
+        means = {
             name: float(total / weight) if weight else float("nan")
             for name, total in zip(self._sums, sums, strict=True)
         }
+        return {name: means[name] for name in self._order}
+
+    def _compare_names(self) -> None:
+        """Sums are joined by their places: all ranks must have the same names."""
+        mine = list(self._sums)
+        everyones: list[list[str]] = finish(self._comm.all_gather_object(mine))
+        for rank, names in enumerate(everyones):
+            if names != mine:
+                raise UsageError(
+                    f"Metrics on '{self._comm.name}' (rank {self._comm.rank}) are {mine}, and on rank {rank} {names}: "
+                    "give all ranks the same names"
+                )
+        self._are_names_alike = True
 
 
-def _number(value: object) -> float | Tensor:
+def _number(name: str, value: object) -> float | Tensor:
     """A number; of a device a tensor, so that nobody waits for the device before the numbers are needed."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(f"{name} is a tensor of shape {tuple(value.shape)}, one number is needed: {name}.mean()")
     if not isinstance(value, Tensor):
         return float(value)  # type: ignore[arg-type]  # what has __float__
     if value.is_cpu:

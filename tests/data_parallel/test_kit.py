@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mpdist.torch
-from mpdist import CommunicationError, Communicator, UsageError
+from mpdist import CollectiveMismatch, CommunicationError, Communicator, UsageError
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -67,6 +67,30 @@ def test_means_are_over_the_samples_of_all_ranks(comm: Communicator) -> None:
 def test_metrics_have_names(comm: Communicator) -> None:
     with pytest.raises(UsageError, match=r"got \['los'\]; these metrics are \['loss'\]"):
         mpdist.torch.Metrics(comm, "loss").add(los=1)
+
+
+def test_a_metric_is_one_number(comm: Communicator) -> None:
+    metrics = mpdist.torch.Metrics(comm, "loss")
+    metrics.add(loss=torch.full((1, 1), 2.0))
+    with pytest.raises(UsageError, match=r"loss is a tensor of shape \(2,\), one number is needed: loss.mean\(\)"):
+        metrics.add(loss=torch.ones(2))
+    assert metrics.means() == {"loss": 2.0}
+
+
+@pytest.mark.ranks(2, 3)
+def test_names_may_come_in_any_order_and_are_the_same_on_all_ranks(comm: Communicator) -> None:
+    names = ["loss", "accuracy", "f1"]
+    mine = names[comm.rank :] + names[: comm.rank]
+    metrics = mpdist.torch.Metrics(comm, *mine)
+    metrics.add(2, f1=3.0, loss=1.0, accuracy=2.0)
+    means = metrics.means()
+    assert means == {"loss": 1.0, "accuracy": 2.0, "f1": 3.0}
+    assert list(means) == mine
+    other = mpdist.torch.Metrics(comm, "loss" if comm.rank else "los")
+    text = r"\(rank 0\) are \['los'\], and on rank 1 \['loss'\]" if comm.rank == 0 else r"and on rank 0 \['los'\]: give"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=text):
+            other.means()
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -130,10 +154,37 @@ def test_what_rank_0_cannot_do_is_an_error_on_all_ranks(comm: Communicator, fold
     with pytest.raises(CommunicationError, match=r"save_checkpoint.*rank 0 says: .*does not exist"):
         mpdist.torch.save_checkpoint(folder / "missing" / "a.pt", comm, epoch=1)
     mpdist.torch.save_checkpoint(folder / "a.pt", comm, epoch=1)
-    with pytest.raises(KeyError, match="and no model"):
+    mpdist.torch.save_checkpoint(folder / "b.pt", comm, model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="and no model"):
         mpdist.torch.load_checkpoint(folder / "a.pt", comm, model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"load_checkpoint\(.*: model does not take what was saved under its name: "):
+        mpdist.torch.load_checkpoint(folder / "b.pt", comm, model=nn.Linear(1, 2))
     with pytest.raises(UsageError, match=r"epoch is the Python int 0, which has no load_state_dict\(\); leave it out"):
         mpdist.torch.load_checkpoint(folder / "a.pt", comm, epoch=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
+def test_a_checkpoint_that_one_rank_calls_meets_no_other_collective(
+    comm: Communicator, folder: Path, name: str
+) -> None:
+    mpdist.torch.save_checkpoint(folder / "a.pt", comm)
+
+    def checkpoint() -> None:
+        getattr(mpdist.torch, name)(folder / "a.pt", comm)
+
+    def decide() -> None:
+        comm.broadcast(np.array([1]), src=0).wait()
+
+    mine, other = (checkpoint, decide) if comm.rank == 0 else (decide, checkpoint)
+    is_refused = np.zeros(1)
+    try:
+        mine()
+    except CollectiveMismatch as error:
+        is_refused[0] = 1
+        assert name in str(error)  # noqa: PT017  # on the rank that comes second
+        other()
+    assert comm.all_reduce(is_refused).wait() == 1
 
 
 @pytest.mark.parametrize(
@@ -289,3 +340,10 @@ def test_sampler_without_epoch_is_a_hint(comm: Communicator, monkeypatch: pytest
     monkeypatch.setattr("mpdist.torch.checking.getlines", lambda file: [])
     (hint,) = fine(comm, loader=loader).hints
     assert "set_epoch" in hint
+
+
+def test_a_sampler_for_another_number_of_ranks_is_a_hint(comm: Communicator) -> None:
+    data = TensorDataset(torch.arange(12.0).reshape(12, 1))
+    sampler = DistributedSampler(data, comm.size + 2, comm.rank, shuffle=False)
+    (hint,) = fine(comm, loader=DataLoader(data, sampler=sampler)).hints
+    assert hint.startswith(f"the DistributedSampler deals the data to {comm.size + 2} ranks, and here are {comm.size}:")

@@ -184,6 +184,14 @@ def test_it_is_torchs_class_to_torchs_own_code(comm: Communicator) -> None:
         assert not net.training
 
 
+def test_a_module_is_wrapped_once(comm: Communicator) -> None:
+    with wrapped(mlp(6, 3), comm) as model:
+        for again in (model, torch.compile(model)):
+            with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel already; .* its \.module"):
+                DistributedDataParallel(again, comm)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+
+
 def test_what_torchs_class_averages_already_is_refused(comm: Communicator, gloo: dist.ProcessGroup) -> None:
     inner = nn.ModuleDict({"part": TorchDataParallel(mlp(6, 2), process_group=gloo)})
     with pytest.raises(UsageError, match=r"part is in torch's own DistributedDataParallel already.*its \.module"):

@@ -66,7 +66,8 @@ def own_communicator(comm: Communicator | None, process_group: Any) -> Communica
 
 ADVICE = (
     "unequal numbers of batches? model.join(), drop_last=True, mpdist.torch.check; several wrapped modules? their "
-    "backwards must come in the same order on all ranks"
+    "backwards must come in the same order on all ranks; collectives of your own within model.join()? ranks that have "
+    "no more inputs do not come to them"
 )
 
 

@@ -418,7 +418,7 @@ def _checked(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 
 def _check_alone(module: torch.nn.Module, named: list[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise where torch's class averages some of the same gradients."""
+    """Raise where the module is wrapped already, or torch's class averages some of the same gradients."""
     trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
     for name, inner in module.named_modules():
         is_torchs = isinstance(inner, TorchDataParallel) and not isinstance(inner, DistributedDataParallel)
@@ -427,6 +427,8 @@ def _check_alone(module: torch.nn.Module, named: list[tuple[str, torch.nn.Parame
                 f"{name or 'the module'} is in torch's own DistributedDataParallel already, so its gradients would be "
                 "averaged twice; wrap what is in it, its .module"
             )
+        if isinstance(inner, DistributedDataParallel) and name in ("", "_orig_mod"):
+            raise UsageError("the module is wrapped in DistributedDataParallel already; use that, or wrap its .module")
 
 
 def _check_not_within(outer: TorchDataParallel, slots: Sequence[Slot]) -> None:
