@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 2**31 - 1  # of the colors and keys of MPI
+_MOST_NAMED = 4
 
 
 class Joined(Collective[Any]):
@@ -164,8 +165,9 @@ class Groups(Operations):
         completed = {*channel.inbox.listeners(), *channel.abandoned_sends()}
         pending = [work for work in channel.unfinished() if work not in completed]
         if pending:
-            listed = "; ".join(work.describe() for work in pending[:4])
-            raise UsageError(f"{len(pending)} operations are pending ({listed}); await or cancel them before")
+            listed = _listed([work.describe() for work in pending])
+            are = "operation is" if len(pending) == 1 else "operations are"
+            raise UsageError(f"{len(pending)} {are} pending ({listed}); await or cancel them before")
         return self._close()
 
     def _close(self) -> Work[None]:
@@ -196,7 +198,7 @@ class Groups(Operations):
         if unclaimed:
             print(
                 f"mpdist: {self._channel.where()} is closed with {len(unclaimed)} messages that nobody received: "
-                f"{'; '.join(unclaimed[:4])}",
+                f"{_listed(unclaimed)}",
                 file=sys.stderr,
             )
         self._channel.close(why, together)
@@ -275,3 +277,8 @@ def _integer(value: object, what: str) -> int:
         return index(value)  # type: ignore[arg-type]  # anything that is an integer
     except TypeError:
         raise UsageError(f"{what} must be an integer, got {value!r}") from None
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOST_NAMED
+    return f"{'; '.join(texts[:_MOST_NAMED])}{f'; and {more} more' if more > 0 else ''}"

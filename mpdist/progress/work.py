@@ -131,7 +131,7 @@ class Work(Generic[T]):
 
         Raises:
             UsageError: an event loop runs in this thread: await it instead; or `timeout` is no time.
-            WorkTimeout: not done in time.
+            WorkTimeout: not done in time; the text of `within(seconds).wait()` also says who is late.
         """
         if timeout is not None:
             check_timeout(timeout)

@@ -39,12 +39,17 @@ def key_of(name: str, world_ranks: Sequence[int]) -> str:
 
 
 def describe_pending() -> list[str]:
-    """The pending operations of this rank, a line each; none where mpdist is not started."""
+    """The program's pending operations on this rank, a line each; none where mpdist is not started."""
     try:
         engine = current.engine("describe_pending")
     except UsageError:
         return []
-    return [_line(work) for work in snapshot(engine)]
+    return [_line(work) for work in snapshot(engine) if not _is_of_a_meeting(work, engine)]
+
+
+def _is_of_a_meeting(work: Work[Any], engine: Engine) -> bool:
+    """A message of ours, by which ranks meet: what they meet for is pending, too, and says more."""
+    return work._channel is engine.meeting and isinstance(work, Receive | Send)
 
 
 def _line(work: Work[Any]) -> str:
@@ -155,6 +160,9 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
     channels = {work._channel for work in works} | set(engine.channels)
     by_key = {key_of(each.name, each.world_ranks): each for each in channels}
     posted = posted_collectives(engine)
+    closed = {key_of(name, ranks) for name, ranks, _ in list(engine.closed)} - {
+        key_of(each.name, each.world_ranks) for each in list(engine.channels)
+    }
     # Of a communicator that this rank never had: a signal's handler has interrupted its making, or its name differs
     # between ranks. Where some are forgotten, it may be one of those.
     of_unknown = None if len(engine.closed) == engine.closed.maxlen else 0
@@ -163,7 +171,7 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
         place=waiting.place(engine)[:MOST_TEXT],
         waits=tuple(operation_of(work).where[:MOST_TEXT] for work in waiting.awaited(engine)[:1]),
         channels={
-            key: _state(posted.get(key, of_unknown), by_key.get(key), asker, works, sequences)
+            key: _state(posted.get(key, of_unknown), key in closed, by_key.get(key), asker, works, sequences)
             for key, sequences in wanted.items()
         },
         daemons=tuple(name[:MOST_TEXT] for name in waiting.daemons()[:MOST_DAEMONS]) if is_finished else (),
@@ -171,7 +179,12 @@ def answer(engine: Engine, asker: int, wanted: Wanted, *, is_finished: bool) -> 
 
 
 def _state(
-    posted: int | None, channel: Channel | None, asker: int, works: Sequence[Work[Any]], sequences: Sequence[int]
+    posted: int | None,
+    is_closed: bool,
+    channel: Channel | None,
+    asker: int,
+    works: Sequence[Work[Any]],
+    sequences: Sequence[int],
 ) -> ChannelState:
     here = [work for work in works if work._channel is channel]
     return ChannelState(
@@ -179,6 +192,7 @@ def _state(
         calls=() if channel is None else _calls(channel, sequences, channel.sequence if posted is None else posted),
         sends=_tags(work.tag for work in here if isinstance(work, Send) and _world_rank(work, work.dst) == asker),
         receives=_tags(work.tag for work in here if isinstance(work, Receive) and _may_meet(work, asker)),
+        is_closed=is_closed,
     )
 
 

@@ -159,8 +159,10 @@ def tags_text(tags: Sequence[int]) -> str:
 def _last_collective(state: ChannelState) -> str:
     if state.posted is None:
         return "has closed this communicator, or never had it"
+    if state.is_closed:
+        return f"has closed it after collective #{state.posted}" if state.posted else "has closed it"
     if not state.calls:
-        return f"has closed it after collective #{state.posted}" if state.posted else "no collective yet"
+        return "no collective on it yet"
     last = state.calls[-1]
     return f"last collective {last.op} #{last.sequence} ({last.site})"
 

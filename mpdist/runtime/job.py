@@ -85,10 +85,16 @@ def finalize() -> None:
     Messages that nobody has received are reported on stderr.
 
     Raises:
-        UsageError: an event loop runs in this thread.
+        UsageError: an event loop runs in this thread; or this is another than the main thread, and one runs there.
     """
     if _job is None or _job.is_closed or _job.pid != os.getpid():
         return
+    loop = None if threading.current_thread() is threading.main_thread() else _job.engine.ticking.loop
+    if loop is not None and loop.is_running():
+        raise UsageError(
+            "finalize() was called while an event loop runs in another thread: call it when that has ended, or leave "
+            "it to the end of the program"
+        )
     if asyncio._get_running_loop() is not None:
         raise UsageError(
             "finalize() was called in a running event loop, which would stand still: call it when that has ended, or "

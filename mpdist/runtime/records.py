@@ -97,12 +97,14 @@ class ChannelState:
         sends: tags of the pending sends to the rank that asks.
         receives: tags of the pending receives that its messages may meet, or are meeting; in both each tag once,
             ANY for any, and for all that are too many to be listed.
+        is_closed: it was closed there, or left.
     """
 
     posted: int | None = None
     calls: tuple[Posted, ...] = ()
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    is_closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Answer:
                 tuple(Posted(**call) for call in state["calls"]),
                 tuple(state["sends"]),
                 tuple(state["receives"]),
+                state["is_closed"],
             )
             for key, state in record["channels"].items()
         }

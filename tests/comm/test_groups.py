@@ -285,10 +285,14 @@ async def test_a_closed_communicator_refuses_everything(comm: Communicator) -> N
 async def test_close_refuses_while_something_is_pending(comm: Communicator) -> None:
     part = await comm.dup()
     pending = part.recv(tag=5)
-    with pytest.raises(mpdist.UsageError, match=r"close on .* 1 operations are pending \(recv from any rank, tag 5"):
+    with pytest.raises(mpdist.UsageError, match=r"close on .* 1 operation is pending \(recv from any rank, tag 5"):
         part.close()
     await part.send(np.arange(3), part.rank, 5)
     assert (await pending).count == 3
+    several = [part.recv(tag=tag) for tag in range(6)]
+    with pytest.raises(mpdist.UsageError, match=r"close on .* 6 operations are pending \(.* tag 3.*; and 2 more\)"):
+        part.close()
+    assert all(each.cancel() for each in several)
     assert await total(part) == sum(comm.ranks)
     work = part.all_gather([np.arange(comm.rank)]) if comm.size > 1 and comm.rank == 0 else None
     if work is not None:

@@ -17,6 +17,7 @@ import pytest
 
 import mpdist
 from mpdist.config import Config
+from mpdist.progress.receive import Receive
 from mpdist.runtime import describe_pending, diagnosis
 from mpdist.runtime.control import MOST_FAILURES, Control
 from mpdist.runtime.mail import Mail
@@ -270,7 +271,7 @@ async def test_a_long_wait_is_reported_once_by_the_lowest_rank_that_waits(
     if comm.rank == lowest:
         assert re.search(r"barrier #1 on '.*' \(rank \d of \d\) \(.*test_control.py:\d+\), for \d\.\d+ s\n", text)
         assert f"arrived: ranks {lowest}-{lowest + 1}" in text
-        assert f"not arrived: rank {late}: no collective yet, now at " in text
+        assert f"not arrived: rank {late}: no collective on it yet, now at " in text
         assert "asyncio.sleep(4)" in text
 
 
@@ -314,6 +315,35 @@ async def test_a_stopped_rank_is_told_of_as_mute_and_is_not_given_up(
     if comm.rank == 0:
         assert waker.when() < asyncio.get_running_loop().time()
         assert "no answer (dead, stopped, or cut off): rank 1" in capfd.readouterr().err
+
+
+async def test_a_rank_that_has_left_is_told_to_who_waits_for_it(comm: mpdist.Communicator, start: Start) -> None:
+    start()
+    try:
+        async with comm.dup() as part:
+            if comm.rank == 1:
+                raise KeyError
+            with pytest.raises(mpdist.WorkTimeout, match=r"not arrived: rank 1: has closed it, now at"):
+                await part.all_reduce(np.ones(3)).within(0.5)
+    except KeyError:
+        assert comm.rank == 1
+    await comm.barrier()
+
+
+async def test_messages_of_a_meeting_are_not_listed(comm: mpdist.Communicator) -> None:
+    part = await comm.dup()
+    await comm.barrier()
+    if comm.rank == 0:
+        closing = part.close()
+        lines = describe_pending()
+        assert any("close #" in line for line in lines)
+        assert not any("meeting" in line for line in lines)
+        assert any(isinstance(work, Receive) for work in part._channel.engine.meeting.pending())
+        await comm.barrier()
+        await closing
+    else:
+        await comm.barrier()
+        await part.close()
 
 
 async def test_a_pending_operation_is_described(comm: mpdist.Communicator, start: Start) -> None:

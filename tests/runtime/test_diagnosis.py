@@ -91,12 +91,19 @@ def test_a_collective_is_explained() -> None:
     ]
 
 
+def test_a_rank_that_has_closed_the_communicator_says_so() -> None:
+    for posted, words in ((0, "has closed it"), (2, "has closed it after collective #2")):
+        left = Answer(False, "train.py:36", (), {KEY: ChannelState(posted, (BEFORE,) * bool(posted), is_closed=True)})
+        assert f"not arrived: rank 1: {words}, now at train.py:36" in explain(COLLECTIVE, {1: left})
+        assert Answer.of_json(json.loads(json.dumps(left.as_json()))) == left
+
+
 def test_ranks_are_numbered_as_in_the_communicator() -> None:
     part = replace(COLLECTIVE, members=(4, 2, 9), own=1, peers=(4, 9))
     answers = {2: answered(3, CALL), 4: answered(0), 9: answered(3, CALL)}
     assert explain(part, answers).splitlines() == [
         "    arrived: ranks 1-2",
-        "    not arrived: rank 0: no collective yet, now at train.py:36 in load_batch: time.sleep(60)",
+        "    not arrived: rank 0: no collective on it yet, now at train.py:36 in load_batch: time.sleep(60)",
     ]
 
 
@@ -216,11 +223,11 @@ def test_of_waits_that_may_end_each_other_all_must_be_in_vain() -> None:
 def test_the_reason_names_the_wait_and_the_finished_ranks() -> None:
     assert stuck_text(0, COLLECTIVE, [1], {1: done(0)}) == (
         "rank 0 waits in all_reduce float32 x 4 sum #3 on 'world' (train.py:12) for rank 1, which has finished "
-        "(no collective yet)"
+        "(no collective on it yet)"
     )
     called = {1: done(0), 2: answered(2, BEFORE, is_finished=True), 3: done(0)}
     assert stuck_text(0, COLLECTIVE, [1, 2, 3], called).endswith(
-        "for ranks 1-3, which have finished (ranks 1, 3: no collective yet; "
+        "for ranks 1-3, which have finished (ranks 1, 3: no collective on it yet; "
         "rank 2: last collective all_reduce #2 (train.py:30))"
     )
     assert stuck_text(0, ANY, [1, 2, 3], {}).endswith("(a.py:7) for ranks 1-3, which have finished")

@@ -45,6 +45,11 @@ def test_init_serves_code_without_a_loop() -> None:
         ("async def alone(): pass\nmpdist.run(alone)", "it would call alone(world), but alone takes (): too many"),
         ("asyncio.run(within(mpdist.run, main))", "write `await main(mpdist.init())`"),
         ("mpdist.init(); asyncio.run(within(mpdist.finalize))", "finalize() was called in a running event loop"),
+        (
+            "async def beside(world): await world.barrier(); await asyncio.to_thread(mpdist.finalize)\n"
+            "mpdist.run(beside)",
+            "finalize() was called while an event loop runs in another thread",
+        ),
     ],
 )
 def test_wrong_use_of_run_and_finalize_is_refused(call: str, words: str) -> None:
