@@ -15,18 +15,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
-from mpdist.algorithms import objects
 from mpdist.errors import CommunicationError, UsageError
+from mpdist.memory import as_buffer
 from mpdist.memory.refusals import named
 from mpdist.torch.sharded import is_fully_sharded, is_sharded
 from mpdist.torch.waiting import finish
 
 if TYPE_CHECKING:
     from mpdist.comm import Communicator
-    from mpdist.memory import Buffer
     from mpdist.progress.collective import Steps
     from mpdist.transport.mpi import Transport
 
@@ -82,8 +82,8 @@ def load_checkpoint(path: str | os.PathLike[str], comm: Communicator, **parts: A
     for name, part in parts.items():
         if not hasattr(part, "load_state_dict"):
             raise UsageError(
-                f"{where}: {name} is {named(part)}, which has no "
-                "load_state_dict(); leave it out: plain values are in the dict that comes back"
+                f"{where}: {name} is {named(part)}, which has no load_state_dict(); leave it out: plain values are in "
+                "the dict that comes back"
             )
     problem, data = None, b""
     if comm.rank == 0:
@@ -241,18 +241,21 @@ def _read_back(file: Path) -> None:
 
 def _agree(comm: Communicator, problem: Exception | None, what: str, where: str) -> None:
     """Raise on all ranks if rank 0 has a problem."""
-    text = _told(comm, "" if problem is None else f"{type(problem).__name__}: {problem}", what)
+    text = _told(comm, b"" if problem is None else f"{type(problem).__name__}: {problem}".encode(), what)
     if text:
-        raise CommunicationError(f"{where}: rank 0 says: {text}") from problem
+        raise CommunicationError(f"{where}: rank 0 says: {text.decode()}") from problem
 
 
-def _told(comm: Communicator, item: Any, what: str) -> Any:
-    """The object of rank 0, when all ranks have it: a rank that calls another collective, or none, is named."""
-    message = objects.packed(item) if comm.rank == 0 else None
-    return finish(comm._post_with_headers(what, _to_all, str, message, item))
-
-
-def _to_all(transport: Transport, message: Buffer | None, item: Any) -> Steps[Any]:
-    told = yield from objects.broadcast_object(transport, message, item, 0)
-    yield transport.ibarrier()
+def _told(comm: Communicator, data: bytes, what: str) -> bytes:
+    """The bytes of rank 0, when all ranks have them: one that calls another collective, or none, is named."""
+    told: bytes = finish(comm._post_with_headers(what, _to_all, str, data))
     return told
+
+
+def _to_all(transport: Transport, data: bytes) -> Steps[bytes]:
+    length = np.array([len(data)])
+    yield transport.ibroadcast(as_buffer(length), 0)
+    room = np.frombuffer(bytearray(data if transport.rank == 0 else int(length[0])), np.uint8)
+    yield transport.ibroadcast(as_buffer(room), 0)
+    yield transport.ibarrier()
+    return room.tobytes()
