@@ -7,8 +7,7 @@ earlier ones have come. Who sends it to whom is exchanged beside it: a byte for 
 pair of members, and no message between those that never spoke.
 
 That is a collective of the communicator, so before it the members meet elsewhere: one
-that was left by a member, which may have begun another collective there, is closed by each for itself, though its own
-collectives may still wait for that member.
+that was left by a member, which may have begun another collective there, is closed by each for itself.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
     Raises:
         CollectiveMismatch: the members have begun different numbers of collectives; it is closed here only.
     """
-    numbers = yield from meet(channel.engine.meeting, channel.world_ranks, _end_of(channel), channel.sequence)
+    numbers = yield from meet(channel.engine.meeting, channel.world_ranks, _end_of(channel), channel.turn)
     if len(set(numbers)) > 1 or LEFT in numbers:
         then(False)
         if LEFT not in numbers:
@@ -76,8 +75,8 @@ def close(transport: Transport, channel: Channel, node: Node | None, then: Calla
             )
         return
     # Who hears that all are here gives back the memory in which others may still look for the end of a collective. All
-    # have called the same ones, so they come to it.
-    yield Until(lambda: not (channel.queued() or any(isinstance(work, Collective) for work in channel.under_way())))
+    # have begun the same ones, so they come to it.
+    yield Until(lambda: not any(isinstance(work, Collective) for work in channel.under_way()))
     last = transport.together([_say_last(channel, peer) for peer in channel.addressed])
     told, heard = np.zeros((2, transport.size), np.uint8)
     told[list(channel.addressed)] = SAYS_LAST

@@ -192,12 +192,11 @@ class Channel:
                 work.sequence = self.sequence
                 self.recent.append((op, (details,), work._place))
                 self.collectives.append(work)
-                is_busy = self._running is not None or bool(self._queue)
-                if is_busy and op != "close":  # which first meets the others, or hears that one has left
+                if self._running is not None or self._queue:
                     work.is_queued = True
                     self._queue.append(work)
                 else:
-                    if not (single or is_busy):
+                    if not single:
                         self._running = work
                     work._start()
             self.hand_out()  # a close that is over at once has ended others

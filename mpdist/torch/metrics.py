@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from torch import Tensor
 
@@ -37,8 +39,9 @@ class Metrics:
             raise UsageError(f"got {sorted(values)}; these metrics are {sorted(self._sums)}")
         if not weight:  # the mean of no samples is not a number
             return
-        for name, value in values.items():
-            self._sums[name] = self._sums[name] + weight * _number(name, value)
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        for name, number in numbers.items():
+            self._sums[name] = self._sums[name] + weight * number
         self._weight += weight
 
     def means(self) -> dict[str, float]:
@@ -63,8 +66,8 @@ class Metrics:
     def _compare_names(self) -> None:
         """Sums are joined by their places: all ranks must have the same names."""
         mine = list(self._sums)
-        everyones: list[list[str]] = finish(self._comm.all_gather_object(mine))
-        for rank, names in enumerate(everyones):
+        texts = finish(self._comm.all_gather([np.frombuffer(json.dumps(mine).encode(), np.uint8)]))
+        for rank, names in enumerate(json.loads(text.tobytes()) for text in texts):
             if names != mine:
                 raise UsageError(
                     f"Metrics on '{self._comm.name}' (rank {self._comm.rank}) are {mine}, and on rank {rank} {names}: "

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from mpdist import ClosedError, CollectiveMismatch, Communicator, MessageTruncated, UsageError, Work
+from mpdist import CollectiveMismatch, Communicator, MessageTruncated, UsageError
 from mpdist.algorithms import meeting
 from mpdist.progress import wire
 
@@ -93,7 +93,7 @@ async def test_sends_whose_await_has_ended_early_are_completed(
         with pytest.raises(MessageTruncated):
             await failed
         for work in (cancelled, kept):
-            with pytest.raises(UsageError, match="operations are pending"):
+            with pytest.raises(UsageError, match="is pending|are pending"):
                 part.close()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0):
@@ -155,29 +155,6 @@ async def test_a_member_that_has_left_is_not_waited_for(comm: Communicator, coun
     except KeyError:
         assert comm.rank == leaver
     assert part._channel.is_closed
-    await comm.barrier()
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("count", [3, 50_000, 300_000])
-@pytest.mark.parametrize("leaver", [0, 1])
-async def test_a_member_that_has_left_is_not_waited_for_beside_a_collective_whose_await_has_ended(
-    comm: Communicator, leaver: int, count: int
-) -> None:
-    pending: list[Work[object]] = []
-    try:
-        async with comm.dup() as part:
-            if comm.rank == leaver:
-                raise KeyError
-            for _ in range(2):
-                pending.append(part.all_reduce(np.ones(count)))
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.05):
-                        await pending[-1]
-    except KeyError:
-        assert comm.rank == leaver
-    assert part._channel.is_closed
-    assert all(isinstance(work.exception(), ClosedError) for work in pending if work.done())
     await comm.barrier()
 
 

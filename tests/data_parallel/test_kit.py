@@ -70,11 +70,11 @@ def test_metrics_have_names(comm: Communicator) -> None:
 
 
 def test_a_metric_is_one_number(comm: Communicator) -> None:
-    metrics = mpdist.torch.Metrics(comm, "loss")
-    metrics.add(loss=torch.full((1, 1), 2.0))
+    metrics = mpdist.torch.Metrics(comm, "accuracy", "loss")
+    metrics.add(accuracy=1.0, loss=torch.full((1, 1), 2.0))
     with pytest.raises(UsageError, match=r"loss is a tensor of shape \(2,\), one number is needed: loss.mean\(\)"):
-        metrics.add(loss=torch.ones(2))
-    assert metrics.means() == {"loss": 2.0}
+        metrics.add(accuracy=9.0, loss=torch.ones(2))
+    assert metrics.means() == {"accuracy": 1.0, "loss": 2.0}
 
 
 @pytest.mark.ranks(2, 3)
