@@ -233,6 +233,7 @@ def test_gpu_example_says_what_is_missing(names: Sequence[str], preparation: str
 @pytest.mark.parametrize("missing", ["sklearn", "threadpoolctl", "tqdm"])
 def test_digits_names_the_extra_that_is_missing(missing: str) -> None:
     (end,) = ends_of([(f"sys.modules[{missing!r}] = None", "train_digits.py", [])])
+    assert end.status == 1
     (line,) = end.errors.splitlines()
     assert missing in line
     assert "pip install 'mpdist[examples]'" in line
