@@ -38,7 +38,8 @@ LOG_NAME = "launcher.log"
 POLL_SECONDS = 0.1
 # The launcher may clean up (session folders, shared memory) before it is killed.
 TERMINATE_SECONDS = 2.0
-WHERE_SECONDS = 1.0
+# A rank reads the files of its stack for the answer: on a busy machine that has taken more than a second.
+WHERE_SECONDS = 5.0
 
 # At SIGUSR2 faulthandler writes the stacks of a hundred threads at the most, the main thread's last; at this one it
 # writes that alone.
