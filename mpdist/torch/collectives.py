@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpdist.errors import InvalidRank
 from mpdist.torch import sparse, uneven
 from mpdist.torch.devices import is_served
 from mpdist.torch.errors import WrongCall
@@ -142,7 +143,7 @@ class Collectives(Group):
 
     def gather(self, output_lists: Any, inputs: Tensor | Tensors, opts: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
         """Collect each rank's tensor in a list on the root; their sizes may differ."""
-        tensor, root = only(inputs, "gather"), root_of(opts)
+        tensor, root = only(inputs, "gather"), self._root("gather", "dst", opts)
         outs = only_list(output_lists, "gather", self._size) if self._rank == root else []
         return uneven.gather(self, outs, tensor, root, opts)
 
@@ -157,9 +158,16 @@ class Collectives(Group):
 
     def scatter(self, outputs: Tensor | Tensors, input_lists: Any, opts: Any = None) -> TorchWork:  # type: ignore[override]  # one for all forms
         """Hand the root's list of tensors out; their sizes may differ."""
-        out, root = only(outputs, "scatter"), root_of(opts)
+        out, root = only(outputs, "scatter"), self._root("scatter", "src", opts)
         blocks = only_list(input_lists, "scatter", self._size) if self._rank == root else []
         return uneven.scatter(self, out, blocks, root, opts)
+
+    def _root(self, op: str, what: str, opts: Any) -> int:
+        """The root, where no operation of the communicator looks at it; raises InvalidRank."""
+        try:
+            return self._comm._rank(root_of(opts), what)
+        except InvalidRank as error:
+            raise self._comm._explained(op, error) from None
 
     def all_to_all_single(
         self,

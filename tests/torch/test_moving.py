@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -139,6 +140,26 @@ def test_blocks_of_different_sizes(group: dist.ProcessGroup) -> None:
         out = torch.zeros(2 * rank + 1)
         dist.scatter(out, wanted if rank == root else None, root)
         assert torch.equal(out, wanted[rank])
+
+
+@pytest.mark.parametrize("root", [-1, "size"])
+@pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "scatter"])
+def test_a_root_that_is_no_rank_is_refused_and_the_group_stays_usable(
+    group: dist.ProcessGroup, what: str, root: int | str
+) -> None:
+    x, number = torch.ones(3), group.size() if root == "size" else int(root)
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: dist.broadcast(x, group_src=number),
+        "reduce": lambda: dist.reduce(x, group_dst=number),
+        "gather": lambda: dist.gather(x, None, group_dst=number),
+        "scatter": lambda: dist.scatter(x, None, group_src=number),
+    }
+    with pytest.raises(
+        RuntimeError, match=rf"^{what} on '.*(src|dst) is {number}, the ranks of this communicator are 0 to"
+    ):
+        calls[what]()
+    dist.all_reduce(x)
+    assert_same(x, torch.full((3,), float(group.size())), what)
 
 
 def test_coalesced_gathers(group: dist.ProcessGroup) -> None:
