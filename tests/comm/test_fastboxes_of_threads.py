@@ -56,10 +56,10 @@ def test_a_thread_that_sends_while_another_one_opens_the_box_keeps_its_order(
     isend = channel.isend
 
     def interleaved(spec: list[Any], dst: int, wire_tag: int) -> Any:
-        if wire_tag == wire.FASTBOX:
-            other = threading.Thread(target=send_both)
-            other.start()
-            other.join(1)  # it may have to wait for the Engine's lock
+        if wire_tag == wire.FASTBOX and not others:  # the box may be shut and opened once more
+            others.append(threading.Thread(target=send_both))
+            others[0].start()
+            others[0].join(1)  # it may have to wait for the Engine's lock
         return isend(spec, dst, wire_tag)
 
     def send_both() -> None:
@@ -69,6 +69,7 @@ def test_a_thread_that_sends_while_another_one_opens_the_box_keeps_its_order(
     if comm.rank == 0:
         monkeypatch.setattr(channel, "isend", interleaved)
         monkeypatch.setattr(channel.transport, "isend", interleaved)
+        others: list[threading.Thread] = []
         works: list[mpdist.Work[None]] = []
         while len(works) < 2:
             comm.send(np.array([0]), 1).wait()
