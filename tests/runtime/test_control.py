@@ -103,7 +103,7 @@ async def test_a_collective_past_its_limit_names_who_came_and_where_the_late_ran
     begin = time.monotonic()
     with pytest.raises(mpdist.WorkTimeout) as caught:
         await lost.all_reduce(np.ones(4)).within(0.5)
-    assert 0.5 <= time.monotonic() - begin < 2
+    assert 0.5 <= time.monotonic() - begin < 0.9
     assert caught.value.waiting_for == (1,)
     text = str(caught.value)
     assert re.search(rf"all_reduce float64 x 4 sum #2 on '.*' \(rank {lost.rank} of {lost.size}\)", text)
@@ -209,7 +209,7 @@ async def test_a_receive_past_its_limit_is_withdrawn_and_all_stays_usable(
     words = rf"recv from {peer}, tag 5.*\n.*rank {peer}: (no|last) collective .*, now at"
     with pytest.raises(mpdist.WorkTimeout, match=words):
         await waiting
-    assert 0.5 <= time.monotonic() - begin < 2
+    assert 0.5 <= time.monotonic() - begin < 0.9
     await comm.barrier()
     message = await comm.sendrecv(np.full(3, comm.rank), peer, src=(comm.rank - 1) % comm.size, tag=5)
     assert message.data.tolist() == [(comm.rank - 1) % comm.size] * 3

@@ -243,7 +243,7 @@ def test_the_entry_point_registers_and_does_nothing_else() -> None:
         done = run(1, "-c", textwrap.dedent(program))
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stdout))
-    assert min(seconds) < 0.05  # the target is 5 ms on an idle machine
+    assert min(seconds) < 0.015  # the target is 5 ms on an idle machine
 
 
 def test_installed_no_import_is_needed(tmp_path: Path) -> None:
